@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from support.commands import faststep as command
+from support.faults import diagnosed
+from support.healthy import HEALTHY
 from support.places import ROOT, TESTS
 
 PROGRAM = TESTS / "support" / "programs" / "diagnosed.py"
@@ -98,3 +100,11 @@ def test_the_recipes(name: str, tmp_path: Path) -> None:
     config = {"optimizer": ADAM, "train": {"steps": 50}, **CONFIGS[name]}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     assert alarms(tmp_path, "config.yaml") == []
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_program_that_looks_like_a_fault(name: str, tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, HEALTHY[name], "data forward numbers own")
+    alarming = [each for each in found["findings"] if each["level"] != "note"]
+    assert [each for each in alarming if each["name"] not in ("slow", "slow-data")] == []
+    assert not [each for each in found["rungs"] if each["status"] not in ("ok", "slow")]

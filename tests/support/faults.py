@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from support.fault import Fault
+from support.faults_of_loss import OF_LOSS
+from support.faults_of_own_step import OF_OWN_STEP
 
 HEAD = """\
 import json, os, queue, sys, threading, time
@@ -49,27 +52,6 @@ TAIL = """
 found = faststep.diagnose(model, optimizer, loss_fn, batches, progress=False, **CALL, **options)
 print(json.dumps(found.plain()))
 """
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault, planted into a training that is healthy without it.
-
-    Attributes:
-        code: What replaces a part of the training.
-        finding: The name of the finding.
-        says: What its text has to have in it.
-        remedy: What its remedy or the code of it has to have in it.
-        rungs: The rungs that are climbed: all take a while.
-        status: The rung and its status, where it is not "ok".
-    """
-
-    code: str
-    finding: str
-    says: tuple[str, ...]
-    remedy: str
-    rungs: str
-    status: tuple[str, str] | None = None
 
 
 FAULTS: dict[str, Fault] = {
@@ -456,6 +438,8 @@ def loss_fn(model, x, y):
         "data joint compiled",
         ("compiled", "numbers"),
     ),
+    **OF_LOSS,
+    **OF_OWN_STEP,
 }
 
 

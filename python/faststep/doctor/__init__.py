@@ -7,9 +7,13 @@ other names here are imported when they are first used.
 **Check**: `_check` compares a step with `_plain`, the loop of MLX; `_comparison` is the result; `_kept` puts back what
 was changed.
 
-**Ladder**: `_diagnose` starts a process for each rung of `_rungs` (`_child`, for a config) and watches it by its clock
+**Ladder**: `_diagnose` starts processes for the rungs of `_rungs` (`_child`, for a config) and watches them by clock
 and memory (`_watch`), or watches from a second thread (`_inside`). A rung (`_rungs_plain`, `_rungs_step`, `_numbers`)
 writes a line behind each step (`_recorder`); `_judge` says what is wrong, `_diagnosis` and `_page` show it.
+
+**Numbers**: `_meaning` asks what changes the loss (`_held`: other values in the batch, other outputs of the model),
+`_loss_functions` what the cross entropies get, `_all_batches` looks at all data, `_gradients`, `_divergence`,
+`_frozen` and `_outside` at parameters. `_own_step` compares the user's step (`_own_calls`, `_weights`) with plain MLX.
 
 Uses `_step`, `_random`, `_records`, `data`, `training`, `checkpoints`, `config` and `report`, the last five when they
 are needed.

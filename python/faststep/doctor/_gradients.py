@@ -13,6 +13,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from faststep._step import call_with
+from faststep.doctor import _divergence
 from faststep.doctor._finding import Finding
 from faststep.doctor._graph import graph
 from faststep.doctor._rungs_plain import first, value_and_gradients
@@ -29,6 +30,8 @@ class Tracked:
     def __init__(self, model: nn.Module) -> None:
         self._names = [name for name, _ in tree_flatten(model.trainable_parameters())]  # type: ignore[str-unpack]
         self._largest = dict.fromkeys(self._names, 0.0)  # root mean square of the gradient
+        self.losses: list[float] = []
+        self._updates: dict[str, float] = {}  # the largest of each module, by its weights
         self._norms: list[float] = []
         self._rates: list[float] = []
         self._unchanged: dict[str, float] = {}
@@ -69,9 +72,15 @@ class Tracked:
         return found
 
     def step(
-        self, gradients: dict[str, mx.array], before: dict[str, Any], after: dict[str, Any], optimizer: Optimizer
+        self,
+        loss: float,
+        gradients: dict[str, mx.array],
+        before: dict[str, Any],
+        after: dict[str, Any],
+        optimizer: Optimizer,
     ) -> None:
         """Take note of a step."""
+        self.losses.append(loss)
         squares = {name: each.astype(mx.float32).square().mean() for name, each in gradients.items()}
         mx.eval(squares)
         for name, each in squares.items():
@@ -82,10 +91,16 @@ class Tracked:
         self._rates += [] if rate is None else [rate]
         for name in gradients:
             self._sums[name] = _sums(gradients[name], before[name], after[name])
+        for module in self.by_module():
+            self._updates[module["module"]] = max(self._updates.get(module["module"], 0.0), module["update"] or 0.0)
         for name, each in gradients.items():
             if each.dtype in _HALF and name in after:
                 moved, there = (after[name] != before[name]).sum(), (each != 0).sum()
                 self._unchanged[name] = 1 - int(moved) / max(1, int(there))
+
+    def diverges(self, begin: float | None, subject: Subject) -> Finding | None:
+        """Return what is to be said where the loss rises above what it was before the first step."""
+        return _divergence.finding(begin, self.losses, self._updates, self._rates[-1] if self._rates else None, subject)
 
     def by_module(self) -> list[dict[str, Any]]:
         """Return the last step by module: the root mean squares of gradient and weights, the update by the weights."""

@@ -30,11 +30,12 @@ def graph(*arrays: mx.array, **named: mx.array) -> str:
 def kept_by(function: Any) -> Iterator[tuple[str, mx.array]]:
     """Yield the arrays that a function refers to beside its arguments, by name; models and optimizers are left out."""
     seen: set[int] = set()
-    for name, value in _names(function):
+    for name, value in names_of(function):
         yield from _arrays(name, value, seen, 0)
 
 
-def _names(function: Any) -> Iterator[tuple[str, Any]]:
+def names_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function names beside its arguments: its closure, globals of its code, parts of a partial."""
     while isinstance(function, functools.partial):
         yield from ((f"argument {place}", each) for place, each in enumerate(function.args))
         yield from function.keywords.items()
@@ -71,7 +72,7 @@ def _arrays(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
     elif isinstance(value, list | tuple):
         parts = [(f"{name}[{place}]", each) for place, each in enumerate(value[-_MOST:])]
     elif isinstance(value, types.FunctionType) and depth < 2:
-        parts = list(_names(value))
+        parts = list(names_of(value))
     elif hasattr(value, "__dict__") and not callable(value) and not hasattr(value, "apply_gradients"):
         parts = [(f"{name}.{key}", each) for key, each in vars(value).items()]
     else:

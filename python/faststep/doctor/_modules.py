@@ -150,37 +150,3 @@ class Indices:
             remedy = "make the embedding as large as the vocabulary, or look for ids that are not of it"
             code = f"nn.Embedding({high + 1}, ...)"
             self.findings.append(Finding("tokens-out-of-range", "failure", text, remedy, code))
-
-
-@contextlib.contextmanager
-def watching_labels(found: list[Finding]) -> Iterator[None]:
-    """Look at the labels of every cross entropy in the block: MLX takes them out of the logits without a check."""
-    take, fast = mx.take_along_axis, mx.fast.cross_entropy  # the second where MLX computes on a GPU
-
-    def look(classes: int, indices: mx.array, *, negative: bool) -> None:
-        if not found and indices.size:
-            low, high = int(indices.min()), int(indices.max())
-            if high >= classes or low < (0 if negative else -classes):
-                found.append(_labels(classes, low, high))
-
-    def looked_at(array: mx.array, indices: mx.array, axis: int | None = None, **named: Any) -> mx.array:
-        if axis is not None and array.ndim == indices.ndim:
-            look(array.shape[axis], indices, negative=indices.shape[axis] == 1)
-        return take(array, indices, axis=axis, **named)
-
-    def looked_at_fast(logits: mx.array, targets: mx.array, **named: Any) -> mx.array:
-        look(logits.shape[-1], targets, negative=True)
-        return fast(logits, targets, **named)
-
-    mx.take_along_axis, mx.fast.cross_entropy = looked_at, looked_at_fast
-    try:
-        yield
-    finally:
-        mx.take_along_axis, mx.fast.cross_entropy = take, fast
-
-
-def _labels(classes: int, low: int, high: int) -> Finding:
-    text = f"labels go from {low} to {high}, and the logits have {classes} classes: MLX checks nothing, and computes on"
-    remedy = "leave out what is not to be learned by a mask or a weight (an ignored -100 too), and count classes from 0"
-    code = "mask = y >= 0\nlosses = nn.losses.cross_entropy(logits, mx.where(mask, y, 0)) * mask"
-    return Finding("labels-out-of-range", "failure", text, remedy, code)

@@ -11,9 +11,11 @@ from mlx.utils import tree_flatten
 
 from faststep._random import mlx_key, seed_of
 from faststep._step import call_with
-from faststep.doctor import _data_checks, _frozen, _gradients
+from faststep.doctor import _all_batches, _data_checks, _frozen, _gradients, _meaning, _outside
 from faststep.doctor._finding import Finding
-from faststep.doctor._modules import Indices, Layouts, Origin, bad_rows, watching, watching_labels
+from faststep.doctor._held import Losses
+from faststep.doctor._loss_functions import LossCalls, watching_losses
+from faststep.doctor._modules import Indices, Layouts, Origin, bad_rows, watching
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._rungs_plain import clipped, first, value_and_gradients
 from faststep.doctor._subject import Subject, arguments
@@ -31,12 +33,21 @@ def numbers(subject: Subject, record: Recorder) -> None:
     record.at("the loss, module by module")
     if not _forward(subject, record):
         return
+    record.at("labels and tokens of all batches")
+    if not _all_batches.look(subject, record):
+        return
+    record.at("what the loss depends on")
+    for finding in [*_meaning.findings(subject), *_outside.findings(subject)]:
+        record.find(finding)
     record.at("the first gradients")
     tracked = _gradients.Tracked(subject.model)
     cut = tracked.cut_off(subject)
+    begin = _mean_loss(subject)
     bad = _steps(subject, record, tracked)
     record.say("gradients", modules=tracked.by_module())
     found = cut + tracked.findings(cut) if bad is None else bad
+    if (diverges := tracked.diverges(begin, subject)) is not None:
+        found = [diverges]  # gradients explode with it, and values are not finite in the end
     for each in [*found, *tracked.rates(subject.optimizer)]:
         record.find(each)
 
@@ -55,7 +66,7 @@ def _all_frozen(model: nn.Module) -> Finding:
 
 def _forward(subject: Subject, record: Recorder) -> bool:
     """Compute the loss with every module watched; return whether it could be computed."""
-    layouts, indices, labels = Layouts(), Indices(), list[Finding]()
+    layouts, indices, calls = Layouts(), Indices(), LossCalls()
 
     def look(*call: Any) -> None:
         layouts(*call)
@@ -63,10 +74,10 @@ def _forward(subject: Subject, record: Recorder) -> bool:
 
     before = subject.model.parameters()
     try:
-        with watching(subject.model, look), watching_labels(labels):
+        with watching(subject.model, look), watching_losses(calls):
             for batch in subject.some()[:3]:
                 value = call_with(batch, subject.loss_fn, subject.model)
-                if indices.findings or labels:
+                if indices.findings or calls.unusable:
                     return False  # to compute it would read, and later write, where nothing belongs
                 mx.eval(value)
     except Exception as error:
@@ -75,9 +86,16 @@ def _forward(subject: Subject, record: Recorder) -> bool:
         return False
     finally:
         subject.model.update(before)
-        for finding in [*layouts.findings, *indices.findings, *labels]:
+        for finding in [*layouts.findings, *indices.findings, *calls.findings]:
             record.find(finding)
     return True
+
+
+def _mean_loss(subject: Subject) -> float | None:
+    """Return the mean loss of the first batches before a step; None where one is not finite."""
+    losses = Losses(subject)
+    found = [each for batch in subject.some() if (each := losses.of(batch)) is not None]
+    return sum(found) / len(found) if len(found) == len(subject.some()) else None
 
 
 def _steps(subject: Subject, record: Recorder, tracked: _gradients.Tracked) -> list[Finding] | None:
@@ -94,10 +112,13 @@ def _steps(subject: Subject, record: Recorder, tracked: _gradients.Tracked) -> l
         bad = sorted(name for name, each in named.items() if not bool(mx.isfinite(each).all()))
         if bad or not bool(mx.isfinite(first(value))):
             model.update(before)
+            tracked.losses.append(float(first(value)))
             return [_not_finite(subject, number, batch, key, bad)]
         optimizer.update(model, clipped(subject, gradients))
         mx.eval(model.state, optimizer.state)
-        tracked.step(named, dict(tree_flatten(before)), dict(tree_flatten(model.parameters())), optimizer)
+        tracked.step(
+            float(first(value)), named, dict(tree_flatten(before)), dict(tree_flatten(model.parameters())), optimizer
+        )
         record.step(time.perf_counter() - start, first(value))
         if number >= 5 and time.perf_counter() > end:
             break

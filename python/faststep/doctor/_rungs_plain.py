@@ -15,7 +15,8 @@ from faststep._step import call_with
 from faststep.doctor import _lazy
 from faststep.doctor._finding import Finding
 from faststep.doctor._graph import operations
-from faststep.doctor._modules import Indices, watching, watching_labels
+from faststep.doctor._loss_functions import LossCalls, watching_losses
+from faststep.doctor._modules import Indices, watching
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._subject import TAKEN, Subject, arguments
 
@@ -81,12 +82,12 @@ def evaluated(subject: Subject, record: Recorder) -> None:
 def forward(subject: Subject, record: Recorder) -> None:
     """Compute the loss of one batch."""
     start = time.perf_counter()
-    indices, labels = Indices(), list[Finding]()
-    with watching(subject.model, indices), watching_labels(labels):
+    indices, calls = Indices(), LossCalls()
+    with watching(subject.model, indices), watching_losses(calls):
         loss = first(call_with(subject.some()[0], subject.loss_fn, subject.model))
-    if outside := [*indices.findings, *labels]:  # to compute it would read, and later write, where nothing belongs
-        for finding in outside:
-            record.find(finding)
+    for finding in [*indices.findings, *calls.findings]:
+        record.find(finding)
+    if indices.findings or calls.unusable:
         return
     if not isinstance(loss, mx.array):
         text = f"the loss function returns a {type(loss).__name__}, which has no gradient"

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from faststep._random import mlx_key
 from faststep._step import Step, call_with
-from faststep.doctor import _lazy, _shapes
+from faststep.doctor import _lazy, _own_step, _python_time, _shapes
 from faststep.doctor._finding import Finding
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._rungs_plain import clipped, first, value_and_gradients
@@ -75,7 +75,11 @@ def native(subject: Subject, record: Recorder) -> None:
             record.measure(lambda batch: call_with(batch, step).loss, subject.some())
     stats = step.stats
     record.say("stats", mode=stats.mode, reason=stats.reason, traces=len(stats.traces), skipped=stats.skipped)
-    if stats.mode == "called":
+    batch = subject.some()[0]
+    slow = _python_time.finding(stats, lambda: call_with(batch, subject.loss_fn, subject.model))
+    if slow is not None:
+        record.find(slow)
+    elif stats.mode == "called":
         text = f"the loss was called at the last step, as in a plain loop: {stats.reason}"
         remedy = "nothing is wrong; a small net gains where the call can be left out (docs/what_is_compiled.md)"
         record.find(Finding("called", "note", text, remedy))
@@ -204,17 +208,24 @@ _SLOW_DISK = 50e6  # bytes a second
 
 
 def own(subject: Subject, record: Recorder) -> None:
-    """Take the user's own steps."""
+    """Compare the user's own step with the plain loop, then take many of its steps."""
     own_step = subject.own_step
     assert own_step is not None, "the rung is there for it"
+    mx.eval(subject.model.parameters())  # what the model was made of is no part of the step
+    compared = _own_step.compare(subject, record)
+    for finding in compared:
+        record.find(finding)
+    if any(each.name == "swallowed-error" for each in compared):
+        return  # what it leaves behind comes of that
+    record.at("your step again and again")
 
     def body(batch: Any) -> None:
         call_with(batch, own_step)
 
     with _lazy.watched(own_step, "your step", record):
         taken = record.measure(body, subject.some())
-    if (finding := _lazy.left_behind(subject.model, subject.optimizer, taken)) is not None:
-        record.find(finding)
+    if (left := _lazy.left_behind(subject.model, subject.optimizer, taken)) is not None:
+        record.find(left)
     before = mlx_key()  # not that before the first step, which may have been traced
     body(subject.some()[0])
     if _shapes.draws(subject.model) and before.tolist() == mlx_key().tolist():
