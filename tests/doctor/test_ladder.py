@@ -40,6 +40,28 @@ def test_a_loader_that_hangs_is_found_in_a_process_of_its_own(tmp_path: Path) ->
             os.kill(pid, 0)
 
 
+def test_one_process_climbs_the_rungs_and_another_one_those_behind_a_death(tmp_path: Path) -> None:
+    code = """
+open('pids', 'a').write(f'{os.getpid()}\\n')
+def loss_fn(model, x, y):
+    if not os.path.exists('died'):
+        open('died', 'w')
+        os.abort()
+    return nn.losses.cross_entropy(model(x), y, reduction="mean")
+"""
+    tail = TAIL.replace("progress=False, ", "").replace("CALL", "{'rungs': RUNGS, 'seconds': 0.2}")
+    rungs = ["data", "joint", "clearing"]
+    (tmp_path / "train.py").write_text(HEAD + code + tail.replace("RUNGS", repr(rungs)))
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
+    found = json.loads(done.stdout)
+    assert [each["status"] for each in found["rungs"]] == ["ok", "error", "ok"]
+    assert "joint evaluation fails: the process ended by signal SIGABRT" in found["findings"][0]["text"]
+    assert len((tmp_path / "pids").read_text().split()) == 3
+    assert "runs again once, and once more behind a rung that hangs or dies; isolate=False" in done.stderr
+
+
 def test_a_rung_that_takes_all_memory_is_ended(tmp_path: Path) -> None:
     code = """
 import faststep.doctor._diagnose as ladder
@@ -215,7 +237,8 @@ def test_the_command_on_a_config(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     words = ["--seconds", "0.3", "--html", page, *set_(optimizer=CORRECTED)]
     done = command("doctor", config, *words, cwd=tmp_path)
-    assert "healthy: nothing hangs, grows, fails or changes the numbers" in done.stdout
+    assert "healthy: no fault found. Looked at: the values of " in done.stdout
+    assert "Not looked at: your own step" in done.stdout
     assert "data alone" in done.stderr
     assert "<h2>Rungs</h2>" in page.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "data.npz", "mine.py", "page.html"]

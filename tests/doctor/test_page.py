@@ -7,10 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import faststep
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 import pytest
-from support.commands import faststep
+from faststep.doctor._user_code import users_stacks
+from support.commands import faststep as command
 from support.faults import FAULTS, HEAD, TAIL
 from support.places import ROOT
 
@@ -45,10 +51,10 @@ def test_the_commands_of_the_page_are_there(tmp_path: Path) -> None:
     assert commands == ["faststep doctor config.yaml", "faststep doctor", "faststep check examples/char_gpt.yaml"]
     small = ["--seconds", "0", "--set", "model.layers=1", "--set", "model.width=32", "--set", "data.batch_size=2"]
     _, name, config = shlex.split(commands[2])
-    assert "the same numbers" in faststep(name, ROOT / config, *small, cwd=tmp_path).stdout
-    assert "no failures" in faststep(*shlex.split(commands[1])[1:]).stdout
+    assert "the same numbers" in command(name, ROOT / config, *small, cwd=tmp_path).stdout
+    assert "no failures" in command(*shlex.split(commands[1])[1:]).stdout
     _, name, config, *words = shlex.split(profile)
-    said = faststep(name, ROOT / config, *words, "--steps", 2, "--warmup", 1, *small[2:], cwd=tmp_path).stdout
+    said = command(name, ROOT / config, *words, "--steps", 2, "--warmup", 1, *small[2:], cwd=tmp_path).stdout
     assert "most in use in a step, by the memory plan" in said
     assert "<svg" in (tmp_path / "profile.html").read_text()
     assert "memory of a step" in (tmp_path / "trace.json").read_text()
@@ -72,3 +78,36 @@ def test_the_page_of_a_diagnosis_has_gradients_by_module(tmp_path: Path) -> None
     page = (tmp_path / "page.html").read_text()
     assert "Gradients by module" in page
     assert ">layers.0</td>" in page
+
+
+def test_a_notebook_shows_pages() -> None:
+    model, optimizer = nn.Linear(4, 1), optim.Adam(1e-2, bias_correction=True)
+    batches = [(mx.random.normal((8, 4)),) for _ in range(4)]
+    loss = lambda model, x: mx.square(model(x) - 1).mean()  # noqa: E731
+    found = faststep.diagnose(
+        model, optimizer, loss, batches, rungs=["data", "numbers"], seconds=0.1, progress=False, isolate=False
+    )
+    assert found._repr_html_().startswith("<iframe srcdoc=")
+    assert "Gradients by module" in found._repr_html_()
+    assert "gradients by module, at the last step" in str(found)
+    assert faststep.check(model, optimizer, loss, batches, seconds=0)._repr_html_().startswith("<pre>10 steps, mode")
+    step = faststep.Step(model, optimizer, loss)
+    with faststep.profile(step) as recorded:
+        step(*batches[0])
+    assert "<pre>1 steps in" in recorded._repr_html_()
+
+
+def test_a_stack_begins_at_the_user_s_line_and_ends_there() -> None:
+    dump = f"""Thread 0x2 (most recent call first):
+  File "{threading.__file__}", line 320 in wait
+Current thread 0x1 (most recent call first):
+  File "{threading.__file__}", line 320 in wait
+  File "/home/someone/train.py", line 7 in loss_fn
+  File "{Path(faststep.__file__).parent}/_step/_step.py", line 1 in __call__
+  File "/home/someone/train.py", line 20 in <module>
+  File "{threading.__file__}", line 900 in run
+"""
+    lines = users_stacks(dump).splitlines()
+    assert len(lines) == 5
+    assert "line 320 in wait" in lines[1]
+    assert lines[-1].strip() == 'File "/home/someone/train.py", line 20 in <module>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,11 @@ class Profile(Recording):
         self._step, self._core = step, step._program.core
         self._waits: list[tuple[float, float]] = []
         self._began = 0.0
+
+    @property
+    def loss_fn(self) -> Any:
+        """The loss function of the step, which says how a dict is passed to `measure`."""
+        return self._step.loss_fn
 
     def data(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loop, so that the time of waiting for them is told apart from that of the loop.
@@ -81,6 +87,10 @@ class Profile(Recording):
     def __str__(self) -> str:
         """Return the tables: stages, traces, operations, memory."""
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        """Show the tables in a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _start(self) -> None:
         self._before = self._step.stats

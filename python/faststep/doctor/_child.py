@@ -1,39 +1,37 @@
-"""A process that climbs one rung with what a config describes: `python -m faststep.doctor._child`."""
+"""A process that climbs rungs with what a config describes: `python -m faststep.doctor._child`."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
-from faststep.doctor._recorder import Recorder
-from faststep.doctor._rungs import JOB, climb
+from faststep.doctor._jobs import asked, serve
 from faststep.doctor._subject import Subject
 
 
 def main() -> None:
-    """Build the config, and climb the rung."""
-    job: dict[str, Any] = json.loads(Path(os.environ.pop(JOB)).read_text(encoding="utf-8"))
-    try:
-        subject = subject_of(job)
-    except Exception as error:
-        with Path(job["events"]).open("a", encoding="utf-8") as events:
-            record = Recorder(events, job["steps"], job["seconds"])
-            record.at("while the config is built")
-            record.failed(error)
-        os._exit(0)
-    climb(subject, job)
-    os._exit(0)  # whatever else runs at exit is no part of the rung
+    """Build the config, and climb rungs."""
+    pipe = asked()
+    assert pipe is not None, "the parent says where the jobs come from"
+    built: dict[bool, Subject] = {}  # by whether the loader has workers that the config does not ask for
+
+    def subject_of(job: dict[str, Any]) -> Subject:
+        ahead = job["rung"] == "prefetch"
+        if ahead not in built:
+            built.clear()
+            built[ahead] = build_subject(job, ahead)
+        return built[ahead]
+
+    serve(pipe[0], subject_of)
 
 
-def subject_of(job: dict[str, Any]) -> Subject:
-    """Build what a config describes."""
+def build_subject(job: dict[str, Any], ahead: bool) -> Subject:
+    """Build what a config describes; `ahead`: with workers that make the batches."""
     from faststep.config import build, load
 
     overrides = list(job["overrides"])
     config = load(job["config"], overrides)
-    if job["rung"] == "prefetch" and not config.data.workers:
+    if ahead and not config.data.workers:
         config = load(job["config"], [*overrides, "data.workers=2"])
     built = build(config)
     step = built.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -119,6 +120,10 @@ class Comparison:
     def plain_values(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
         return {**asdict(self), "same": self.same, "speedup": self.speedup, "verdict": self.verdict}
+
+    def _repr_html_(self) -> str:
+        """Show the table in a notebook."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("", "largest difference", "noise", "allowed", "of", "where")]

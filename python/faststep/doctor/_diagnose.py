@@ -1,7 +1,8 @@
-"""`diagnose`: the ladder on the user's own model and data, each rung in a process of its own."""
+"""`diagnose`: the ladder on the user's own model and data, in processes that a hang cannot take along."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,19 +11,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from faststep._records import span
 from faststep._step import Step, is_installed, whole_number
 from faststep.doctor._diagnosis import Diagnosis
 from faststep.doctor._inside import Inside
+from faststep.doctor._jobs import PIPE, asked, serve
 from faststep.doctor._judge import judge
-from faststep.doctor._machine import memory
-from faststep.doctor._rungs import BY_NAME, JOB, RUNGS, Rung, climb
+from faststep.doctor._machine import age, memory
+from faststep.doctor._rungs import BY_NAME, RUNGS, Rung
 from faststep.doctor._subject import Subject
-from faststep.doctor._watch import Measured, watch
+from faststep.doctor._watch import Measured, end, resident, watch
 
 Tell = Callable[[Measured, bool], None]  # a rung, and whether it is done
 _SHARE = 0.9  # of the free memory that a rung may have
@@ -61,26 +64,28 @@ def diagnose(
         faststep.diagnose(model, optimizer, loss_fn, batches, own_step=train_step)
 
     **Processes.** MLX does not survive a fork, and models, losses and loaders that cannot be pickled are common. So
-    each rung runs the script itself again, in a process of its own, up to this call, and goes on with that rung there:
-    the objects are the same that your training has. What the script does before the call happens for each rung; put
-    what must not below `if __name__ == "__main__":`, or behind the call. In a notebook, in an interpreter, and below a
-    test runner, there is no script to run again: then the rungs run in this process, and a second thread watches. A
-    rung that hangs in Python code is interrupted; one that hangs in native code is told with its stacks, and the
-    process has to be ended by hand. Model, optimizer and random states are put back behind each.
+    the script itself runs again in another process, up to this call, and the rungs run there, each from the same
+    weights: the objects are those that your training has. Behind a rung that hangs or dies the script runs once more.
+    Put what must not happen twice below `if __name__ == "__main__":`, or behind the call. In a notebook, in an
+    interpreter, and below a test runner, there is no script to run again: then the rungs run in this process, and a
+    second thread watches. A rung that hangs in Python code is interrupted; one that hangs in native code is told with
+    its stacks, and the process has to be ended by hand. Model, optimizer and random states are put back behind each.
 
     Args:
         model: The model.
         optimizer: The optimizer.
         loss_fn: What `Step` takes.
         batches: Batches: tuples, dicts or arrays, as for `check`.
-        own_step: Your own step, `own_step(*batch)`: one more rung, which shows what it leaves unevaluated.
+        own_step: Your own step, `own_step(*batch)`: one more rung, which compares it with plain MLX, and shows what it
+            leaves unevaluated.
         validation: Batches of the validation rung; None: some of `batches`.
         run: The folder of the run: checkpoints are tried on its disk.
         timeout: Seconds without a step after which a rung hangs.
         steps: Steps of a rung at most.
         seconds: Seconds of a rung: no new step begins then, but for the first three.
         rungs: Names of rungs; None: all.
-        isolate: Each rung in a process of its own. None: where that is possible.
+        isolate: True: each rung in a process of its own, which begins with the script. False: all in this process.
+            None: in one process beside this one, where that is possible.
         progress: Write a line to stderr for each rung.
         **options: Options of `Step`.
 
@@ -97,12 +102,11 @@ def diagnose(
     options = dict(options)
     accumulate = options.pop("accumulate", 1)
     subject = Subject(model, optimizer, loss_fn, batches, validation, options, own_step, Path(run) if run else None)
-    if (file := os.environ.get(JOB)) is not None:  # this process is there for one rung
-        job = json.loads(Path(file).read_text(encoding="utf-8"))
-        if job.get("call") != _calls:
+    if (job_of := asked()) is not None:  # this process is there for rungs
+        pipe, call = job_of
+        if call != _calls:
             return Diagnosis((), ())
-        climb(subject, job)
-        os._exit(0)
+        serve(pipe, lambda job: subject)
     Step(model, optimizer, loss_fn, accumulate=accumulate, **options)  # checks the options
     whole_number("steps", steps, 1)
     command = script()
@@ -112,7 +116,19 @@ def diagnose(
     job = {"steps": steps, "seconds": seconds}
     if isolate is False or command is None:
         return ladder(chosen, Inside(subject, job, timeout), tell)
-    return ladder(chosen, Processes(command, {**job, "call": _calls}, timeout), tell)
+    if progress:
+        print(_preamble(age(), len(chosen), isolate), file=sys.stderr, flush=True)
+    with Processes(command, job, timeout, _calls, each=bool(isolate)) as processes:
+        return ladder(chosen, processes, tell)
+
+
+def _preamble(seconds: float, rungs: int, isolate: bool | None) -> str:
+    """Return what the part of the program before the call costs."""
+    if isolate:
+        again = f"for each of {rungs} rungs, {span(seconds * rungs)} in all; isolate=None runs it once"
+    else:
+        again = "once, and once more behind a rung that hangs or dies"
+    return f"the program took {span(seconds)} to come here and runs again {again}; isolate=False: not at all"
 
 
 def diagnose_config(
@@ -135,7 +151,8 @@ def diagnose_config(
     load(config, overrides)
     command = [sys.executable, "-m", "faststep.doctor._child"]
     job = {"config": str(config), "overrides": list(overrides), "steps": steps, "seconds": seconds}
-    return ladder(_chosen(rungs, own=False), Processes(command, job, timeout), tell or _nothing)
+    with Processes(command, job, timeout) as processes:
+        return ladder(_chosen(rungs, own=False), processes, tell or _nothing)
 
 
 def _chosen(names: Sequence[str] | None, own: bool) -> list[Rung]:
@@ -156,41 +173,80 @@ def script() -> list[str] | None:
 
 
 class Processes:
-    """Rungs in processes of their own."""
+    """Rungs in processes beside this one.
+
+    Args:
+        command: The program, which climbs the rungs that it is asked for.
+        job: Steps and seconds of a rung, and what else the program has to know.
+        timeout: Seconds without a step after which a rung hangs.
+        call: The number of the call of `diagnose` in the program.
+        each: A process for each rung; otherwise one for all, and another one behind a rung that hangs or dies.
+    """
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, command: Sequence[str], job: dict[str, Any], timeout: float) -> None:
+    def __init__(
+        self, command: Sequence[str], job: dict[str, Any], timeout: float, call: int = 1, *, each: bool = False
+    ) -> None:
         self._command, self._job, self._timeout = command, job, timeout
+        self._call, self._each = call, each
+        self._folder = tempfile.TemporaryDirectory(prefix="faststep-doctor-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._jobs: TextIO | None = None
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._folder.cleanup()
 
     def climb(self, rung: Rung, measured: Measured, tell: Tell) -> None:
         """Climb a rung."""
-        with tempfile.TemporaryDirectory(prefix="faststep-doctor-") as folder:
-            place = Path(folder)
-            files = {name: str(place / name) for name in ("events", "stacks")}
-            job = {**self._job, "rung": rung.name, **files}
-            (place / "job.json").write_text(json.dumps(job), encoding="utf-8")
-            environment = os.environ | {JOB: str(place / "job.json"), "PYTHONUNBUFFERED": "1"}
-            known = memory()
-            with (place / "output").open("wb") as output:
-                process = subprocess.Popen(
+        place = Path(self._folder.name)
+        files = {name: str(place / f"{rung.name}-{name}") for name in ("events", "stacks")}
+        job = {**self._job, "rung": rung.name, **files}
+        process, jobs = self._started()
+        known = memory()
+        most = _SHARE * known[0] + resident(process.pid) if known else None
+        with contextlib.suppress(BrokenPipeError):  # it has died: the watch tells
+            jobs.write(json.dumps(job) + "\n")
+            jobs.flush()
+        limits = max(_BEGIN, self._timeout), self._timeout
+        watch(process, measured, job, limits=limits, memory=most, tell=lambda each: tell(each, False))
+        if self._each or process.poll() is not None:
+            self._end()
+        if "folder" in measured.facts:
+            shutil.rmtree(measured.facts["folder"]["path"], ignore_errors=True)
+        if measured.error is not None and not measured.error["trace"]:
+            said = (place / "output").read_text(encoding="utf-8", errors="replace")
+            last = [line for line in said.splitlines() if line.strip()][-20:]
+            measured.error["trace"] = "\n".join(last)
+            measured.error["message"] += f": {last[-1]}" if last else ""
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], TextIO]:
+        if self._process is None or self._jobs is None:
+            read, write = os.pipe()
+            with Path(self._folder.name, "output").open("wb") as output:
+                self._process = subprocess.Popen(
                     self._command,
-                    env=environment,
+                    env=os.environ | {PIPE: f"{read}:{self._call}", "PYTHONUNBUFFERED": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=(read,),
                 )
-                limits = max(_BEGIN, self._timeout), self._timeout
-                most = _SHARE * known[0] if known else None
-                watch(process, measured, job, limits=limits, memory=most, tell=lambda each: tell(each, False))
-            if "folder" in measured.facts:
-                shutil.rmtree(measured.facts["folder"]["path"], ignore_errors=True)
-            said = (place / "output").read_text(encoding="utf-8", errors="replace")
-            if measured.error is not None and not measured.error["trace"]:
-                last = [line for line in said.splitlines() if line.strip()][-20:]
-                measured.error["trace"] = "\n".join(last)
-                measured.error["message"] += f": {last[-1]}" if last else ""
+            os.close(read)
+            self._jobs = os.fdopen(write, "w", encoding="utf-8")
+        return self._process, self._jobs
+
+    def _end(self) -> None:
+        if self._process is not None and self._jobs is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._jobs.close()
+            end(self._process)
+            self._process = self._jobs = None
 
 
 def ladder(rungs: Sequence[Rung], way: Processes | Inside, tell: Tell) -> Diagnosis:

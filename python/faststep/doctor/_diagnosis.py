@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from faststep._records import size, span
+from faststep._records import figure, size, span
 from faststep.doctor._finding import LEVELS, Finding
 from faststep.doctor._growth import LEAST_ACTIVE, growth
+from faststep.doctor._user_code import users_stacks
 from faststep.doctor._watch import Measured
 
 _BAR = 24  # characters
 _ONCE = ("forward", "checkpoint")  # times that are not those of a step
+_PARTS = {"numbers": "what the numbers say", "native": "the native step", "own": "your own step (own_step=)"}
+_MODULES = 16  # whose gradients are printed
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,33 @@ class Diagnosis:
             (each for each in self.findings if each.level != "note"), key=lambda each: LEVELS.index(each.level)
         )
         if not worst:
-            return "healthy: nothing hangs, grows, fails or changes the numbers"
+            return f"healthy: no fault found. Looked at: {self.looked_at}"
+        names = dict.fromkeys(each.name for each in worst[1:] if each.name != worst[0].name)
+        more = f"; and {', '.join(names)}" if names else ""
         first = f"; the first rung with a fault is '{self.first.title}'" if self.first else ""
-        return f"{worst[0].name}: {worst[0].text}{first}"
+        return f"{worst[0].name}: {worst[0].text}{more}{first}"
+
+    @property
+    def looked_at(self) -> str:
+        """What the rungs have seen, in words, and what they have not."""
+        climbed = {each.name: each for each in self.rungs if each.status != "skipped"}
+        parts = []
+        if (numbers := climbed.get("numbers")) is not None:
+            batches = numbers.facts.get("batches", {}).get("looked_at", 0)
+            parts += [f"the values of {batches} batches", f"the gradients of {len(numbers.steps)} steps"]
+        if (own := climbed.get("own")) is not None:
+            facts = own.facts.get("own", {"calls": 0, "updates": 0})
+            parts += [f"{facts['calls']} calls of your own step with {facts['updates']} updates, beside plain MLX"]
+        steps = max((len(each.steps) for each in climbed.values()), default=0)
+        parts += [f"time and memory of up to {steps} steps in {len(climbed)} rungs"]
+        missing = [title for name, title in _PARTS.items() if name not in climbed]
+        return "; ".join(parts) + (f". Not looked at: {', '.join(missing)}" if missing else "")
+
+    @property
+    def gradients(self) -> list[dict[str, Any]]:
+        """Gradients by module at the last step in plain MLX; empty where they were not computed."""
+        facts = next((each.facts["gradients"] for each in self.rungs if "gradients" in each.facts), None)
+        return list(facts["modules"]) if facts else []
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -74,20 +101,31 @@ class Diagnosis:
         """
         if not self.rungs:  # a child that is there for another call writes over nothing
             return Path(path)
-        from faststep.doctor._page import write_page
+        from faststep.report import write
+
+        return write(Path(path), self._page())
+
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook."""
+        from faststep.report import framed
+
+        return framed(self._page())
+
+    def _page(self) -> str:
+        from faststep.doctor._page import page_of
         from faststep.report import Html, said
 
         verdict = Html(f'<span class="{"good" if self.healthy else "error"}">{said(self.verdict)}</span>')
-        return write_page(Path(path), verdict, self.notes, self.findings, self.rungs)
+        return page_of(verdict, self.notes, self.findings, self.rungs, self.gradients)
 
     def __str__(self) -> str:
-        lines = [*table(self.rungs), ""]
+        lines = [*table(self.rungs), "", *_gradients(self.gradients)]
         for number, each in enumerate(self.findings, start=1):
             lines += [f"{number}. {each.level}: {each.name}: {each.text}", f"   -> {each.remedy}"]
             lines += [f"      {line}" for line in each.code.splitlines()]
         for rung in self.rungs:
             if rung.stack:
-                lines += ["", f"stacks of '{rung.title}':", *rung.stack.splitlines()[:40]]
+                lines += ["", f"stacks of '{rung.title}':", *users_stacks(rung.stack).splitlines()[:40]]
         return "\n".join([*lines, "", *self.notes, self.verdict])
 
 
@@ -110,6 +148,22 @@ def table(rungs: Sequence[Measured]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def _gradients(modules: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the gradients by module as lines of text; of many modules those with the largest and the smallest."""
+    if not modules:
+        return []
+    by_size = sorted(modules, key=lambda each: -float(each["gradient"]))
+    shown = {each["module"] for each in (*by_size[: _MODULES // 2], *by_size[-_MODULES // 2 :])}
+    rows = [("gradients by module, at the last step", "norm", "by element", "update by weights")]
+    for each in (each for each in modules if each["module"] in shown):
+        norm = each["gradient"] * each["parameters"] ** 0.5
+        rows.append((each["module"], figure(norm), figure(each["gradient"]), figure(each["update"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    left = len(modules) - len(shown)
+    return [*lines, *([f"and {left} more modules between these"] if left else []), ""]
 
 
 def _bar(value: float, of: Sequence[float]) -> str:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -186,6 +187,16 @@ def memory() -> tuple[float, float] | None:
         if most < whole:
             free, whole = min(free, most - taken), most
     return free, whole
+
+
+def age() -> float:
+    """Return for how many seconds this process has been there; the seconds that it has computed where unknown."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        return up - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
 
 
 def _memory() -> Iterator[Line]:

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from faststep._records import count, figure, size, span
 from faststep.doctor._finding import Finding
 from faststep.doctor._growth import LEAST_ACTIVE, growth
+from faststep.doctor._user_code import users_stacks
 from faststep.doctor._watch import Measured
-from faststep.report import Html, cards, page, said, section, table, write
+from faststep.report import Html, cards, page, said, section, table
 
 _WIDTH, _HEIGHT = 160, 32  # of a plot in a row, pixels
 _CLASSES = {"failure": "error", "warning": "warning", "note": "soft"}
 _STATUS = {"ok": "good", "skipped": "soft", "slow": "warning", "grows": "warning", "numbers": "warning"}
 
 
-def write_page(
-    path: Path, verdict: Html, notes: Sequence[str], findings: Sequence[Finding], rungs: Sequence[Measured]
-) -> Path:
-    """Write the page; see `Diagnosis.html`."""
-    text = page(
+def page_of(
+    verdict: Html,
+    notes: Sequence[str],
+    findings: Sequence[Finding],
+    rungs: Sequence[Measured],
+    gradients: Sequence[dict[str, Any]],
+) -> str:
+    """Return the page; see `Diagnosis.html`."""
+    return page(
         "diagnosis of a training",
         f"<h1>Diagnosis</h1><p>{verdict}</p>",
         *(f'<p class="soft">{said(note)}</p>' for note in notes),
         cards(_numbers(findings, rungs)),
         section("What to do", "".join(map(_shown, findings))),
         section("Rungs", _rungs(rungs)),
-        section("Gradients by module, at the last step in plain MLX", _gradients(rungs)),
-        *(section(f"Stacks of '{each.title}'", _pre(each.stack)) for each in rungs if each.stack),
+        section("Gradients by module, at the last step in plain MLX", _gradients(gradients)),
+        *(section(f"Stacks of '{each.title}'", _pre(users_stacks(each.stack))) for each in rungs if each.stack),
         *(
             section(f"Error of '{each.title}'", _pre(each.error["trace"]), folded=True)
             for each in rungs
             if each.error and each.error["trace"]
         ),
     )
-    return write(path, text)
 
 
 def _numbers(findings: Sequence[Finding], rungs: Sequence[Measured]) -> list[tuple[str, str]]:
@@ -82,10 +85,7 @@ def _rungs(rungs: Sequence[Measured]) -> str:
     return table(header, rows, numbers=(2, 4, 7, 8, 9))
 
 
-def _gradients(rungs: Sequence[Measured]) -> str:
-    modules: list[dict[str, Any]] = next(
-        (each.facts["gradients"]["modules"] for each in rungs if "gradients" in each.facts), []
-    )
+def _gradients(modules: Sequence[dict[str, Any]]) -> str:
     rows = [
         [each["module"], count(each["parameters"]), *(figure(each[name]) for name in ("gradient", "weights", "update"))]
         for each in modules

@@ -19,8 +19,6 @@ from faststep.doctor._modules import arrays_of
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._subject import Subject
 
-JOB = "FASTSTEP_DIAGNOSIS"  # the variable that names the job of a child process
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -86,6 +84,7 @@ def climb(subject: Subject, job: dict[str, Any]) -> None:
                 raise
         finally:
             faulthandler.unregister(signal.SIGUSR1)
+            record.say("end")
 
 
 def _sums(subject: Subject, rung: Rung) -> dict[str, Any]:

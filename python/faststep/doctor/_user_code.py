@@ -24,6 +24,8 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 
 def is_users(file: str) -> bool:
     """Return whether a file is neither of this package nor of the libraries."""
+    if file.startswith("<ipython-input"):
+        return True
     inside = file.startswith((_OURS, *_LIBRARIES, *_PACKAGES)) or file.startswith("<") or is_installed(file)
     return not inside or "/faststep/recipes/" in file
 
@@ -56,6 +58,20 @@ def place_in_dump(dump: str) -> str | None:
             if is_users(file):
                 return f"{shown(file)}:{line} in {name}"
     return None
+
+
+def users_stacks(dump: str) -> str:
+    """Return the stacks that have the user's code in them, that of the user's main thread first, down to that code.
+
+    What lies above it, the callers of a notebook for one, and threads that are none of the user's are left out.
+    """
+    stacks = []
+    for text in re.split(r"(?m)^(?=Thread |Current thread )", dump):
+        lines = text.rstrip().splitlines()
+        own = [place for place, line in enumerate(lines) if (match := _FRAME.search(line)) and is_users(match[1])]
+        if own:
+            stacks.append((not text.startswith("Current"), "\n".join(lines[: own[-1] + 1])))
+    return "\n\n".join(text for _, text in sorted(stacks, key=lambda each: each[0])) or dump
 
 
 def shown(file: str) -> str:

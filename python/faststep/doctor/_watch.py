@@ -37,6 +37,7 @@ class Measured:
         stack: The stacks of all threads, where it hung.
         seconds: How long it took in all.
         begun: Whether it came to the rung.
+        ended: Whether it came to the end of the rung, good or bad.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Measured:
     stack: str = ""
     seconds: float = 0.0
     begun: bool = False
+    ended: bool = False
 
     def take(self, event: dict[str, Any]) -> None:
         """Take a line of the record."""
@@ -62,6 +64,8 @@ class Measured:
             self.at = event["what"]
         elif kind == "finding":
             self.findings.append(Finding(**event["finding"]))
+        elif kind == "end":
+            self.ended = True
         elif kind == "error":
             self.error, self.status = event, "error"
         else:
@@ -98,7 +102,7 @@ def watch(
     memory: float | None,
     tell: Callable[[Measured], None],
 ) -> None:
-    """Watch a process until it ends, or end it.
+    """Watch a process until the rung or the process ends; end it where it hangs or takes too much memory.
 
     Args:
         process: The process, which leads a group of its own.
@@ -109,16 +113,17 @@ def watch(
         tell: Is called when there is news.
     """
     began = last = time.monotonic()
-    tail = Tail(Path(job["events"]))
+    tail, stays = Tail(Path(job["events"])), False
     try:
         while True:
             ended = process.poll() is not None  # asked first: what it wrote before its end is read below
             if tail.read(measured):
                 last = time.monotonic()
                 tell(measured)
-            if ended:
+            stays = measured.ended and not ended
+            if ended or measured.ended:
                 break
-            if memory is not None and (taken := _resident(process.pid)) > memory:
+            if memory is not None and (taken := resident(process.pid)) > memory:
                 measured.status, measured.facts["memory"] = "grows", {"bytes": taken, "limit": memory}
                 break
             if time.monotonic() - last > limits[measured.begun]:
@@ -127,9 +132,10 @@ def watch(
                 break
             time.sleep(_PAUSE)
     finally:
-        end(process)
+        if not stays:
+            end(process)
         measured.seconds = time.monotonic() - began
-    if measured.status == "ok" and (process.returncode or not measured.begun):
+    if measured.status == "ok" and not measured.ended:
         status = process.returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
         measured.status = "error"
@@ -177,7 +183,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _resident(pid: int) -> int:
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process has in use; 0 where the system does not say."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):

@@ -6,7 +6,7 @@ that of several. Uses `_records`, `_files` and `_optional`.
 
 from faststep.report._compare import compare, ends
 from faststep.report._log import Log, LogError, Table, read_log
-from faststep.report._page import Html, cards, figures, page, said, section, table, write
+from faststep.report._page import Html, cards, figures, framed, page, said, section, table, write
 from faststep.report._plot import COLOURS, plot, tick
 from faststep.report._report import report
 
@@ -20,6 +20,7 @@ __all__ = [
     "compare",
     "ends",
     "figures",
+    "framed",
     "page",
     "plot",
     "read_log",

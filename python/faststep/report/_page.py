@@ -117,12 +117,16 @@ def when(seconds: float) -> str:
         return f"{seconds:g}"
 
 
+def framed(page: str) -> str:
+    """Return a page as a part of another one, such as a notebook."""
+    return f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: 800px; border: 0"></iframe>'
+
+
 class Page(type(Path())):  # type: ignore[misc]
     """The path of a page, which a notebook shows as the page itself."""
 
     def _repr_html_(self) -> str:
-        text = html.escape(self.read_text(encoding="utf-8"))
-        return f'<iframe srcdoc="{text}" style="width: 100%; height: 800px; border: 0"></iframe>'
+        return framed(self.read_text(encoding="utf-8"))
 
 
 def write(path: Path, text: str) -> Path:
