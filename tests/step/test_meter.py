@@ -79,17 +79,26 @@ def linear(**options: Any) -> Step:
 
 
 def test_batches_that_are_all_skipped_are_told_once() -> None:
-    (message,) = told(linear(), [(SPOILT,)], 600)
+    first, message = told(linear(), [(SPOILT,)], 600)
+    assert "the batch of step 1 was skipped, and trains nothing: its loss is NaN" in first
     assert "were all skipped" in message
     assert "model's arrays are finite" in message
-    assert told(linear(), [(ONES,), (SPOILT,)], 600) == []
+
+
+def test_the_first_batch_that_is_skipped_is_told_at_once() -> None:
+    (message,) = told(linear(), [(ONES,), (ONES,), (SPOILT,)], 12)
+    assert "the batch of step 3 was skipped" in message
+    (message,) = told(linear(max_loss=1e3), [(ONES,), (1e3 * ONES,)], 600)
+    assert "the batch of step 2 was skipped, and trains nothing: its loss is " in message
+    assert "a gradient is not finite, or the loss is above max_loss" in message
+    assert told(linear(), [(ONES,)], 600) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "allow"}, {"nonfinite": "allow", "max_grad_norm": 1.0}])
 def test_weights_that_are_no_numbers_are_named(options: dict[str, Any]) -> None:
     step = linear(**options)
     step.model.layers[2].weight = mx.full((4, 8), mx.nan)
-    (message,) = told(step, [(ONES,)], 600)
+    *_, message = told(step, [(ONES,)], 600)
     assert "model.layers.2.weight" in message
     assert ("were all skipped" in message) == (not options)
 
@@ -98,8 +107,9 @@ def test_weights_that_are_no_numbers_are_named(options: dict[str, Any]) -> None:
 def test_gradients_that_are_all_zero_are_told_once(accumulate: int) -> None:
     step = linear(accumulate=accumulate)
     step.loss_fn = lambda model, x: (model(x) * x[:, :4]).mean()
-    (message,) = told(step, [(mx.zeros((4, 8)),)], 300 * accumulate)
+    (message,) = told(step, [(mx.zeros((4, 8)),)], 40 * accumulate)
     assert "all gradients have been zero" in message
+    assert told(step, [(mx.zeros((4, 8)),)], 300 * accumulate) == []
     alternating = linear()
     alternating.loss_fn = step.loss_fn
     assert told(alternating, [(mx.zeros((4, 8)),)] * 9 + [(ONES,)], 600) == []
@@ -109,8 +119,8 @@ def test_gradients_that_are_all_zero_are_told_once(accumulate: int) -> None:
 def test_parameters_without_a_gradient_are_named(options: dict[str, Any]) -> None:
     model = Coarse(mx.float32)
     step = Step(model, optim.AdamW(1e-3), lambda model, x: model(x), **options)
-    assert told(step, [(mx.ones((40,)),)], 99) == []
-    (message,) = told(step, [(mx.ones((40,)),)], 200)
+    assert told(step, [(mx.ones((40,)),)], 15) == []
+    (message,) = told(step, [(mx.ones((40,)),)], 15)
     assert "does not depend on model.unused:" in message
     model.freeze(keys="unused")
     assert told(Step(model, optim.AdamW(1e-3), lambda model, x: model(x)), [(mx.ones((40,)),)]) == []
@@ -169,6 +179,13 @@ def test_losses_that_share_the_parameters_out_are_no_reason_to_tell() -> None:
     losses = [lambda model, x: model(x), lambda model, x: mx.square(model.unused - x).mean()]
     turns = itertools.cycle(losses)
     assert told(lambda x: fast_step(model, optimizer, next(turns), x), [(mx.ones((40,)),)]) == []
+
+
+def test_zero_gradients_are_not_called_too_small() -> None:
+    model = nn.Linear(8, 4)
+    step = Step(model, optim.SGD(1e-3), lambda model, x: (model(x) * 0).mean())
+    (message,) = told(step, [(ONES,)], 600)
+    assert "all gradients have been zero" in message
 
 
 def test_updates_that_round_away_are_told_once() -> None:

@@ -107,7 +107,19 @@ def loss_fn(model, x, y):
     return mx.abs(y - model(x)).mean()
 """,
         "broadcast",
-        ("[16, 1]", "[16]", "[16, 16]"),
+        ("the same for the labels in another order", "[16, 1]", "[16]", "[16, 16]"),
+        "squeeze(-1)",
+        "data numbers",
+    ),
+    "a squeeze that broadcasts to all pairs": Fault(
+        """
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+batches = [(x, x[:, :1] * 2) for x, _ in batches]
+def loss_fn(model, x, y):
+    return mx.square(model(x).squeeze() - y).mean()
+""",
+        "broadcast",
+        ("the same for the labels in another order", "every pair"),
         "squeeze(-1)",
         "data numbers",
     ),
@@ -203,6 +215,21 @@ model = Tower()
         "outside-model",
         ("model.blocks[0] (Linear) has 288 parameters",),
         "not a tuple",
+        "data numbers",
+    ),
+    "a head whose name begins with an underscore": Fault(
+        """
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self._head = nn.Linear(8, 32), nn.Linear(32, 3)
+    def __call__(self, x):
+        return self._head(nn.relu(self.body(x)))
+model = Tower()
+""",
+        "outside-model",
+        ("model._head (Linear) has 99 parameters",),
+        "not self._layers",
         "data numbers",
     ),
     "a loss that computes in Python": Fault(

@@ -100,6 +100,45 @@ def part(model, x, y):
         "not both",
         "data own",
     ),
+    "a sum that is never reset": Fault(
+        own_step(
+            """
+    global total
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    total = gradients if total is None else tree_map(mx.add, total, gradients)
+    optimizer.update(model, total)
+    mx.eval(loss, model.state, optimizer.state, total)
+    return loss
+""",
+            "total = None",
+        ),
+        "old-gradients",
+        ("the sum of those of both updates",),
+        "behind each update",
+        "data own",
+    ),
+    "a compiled step without the optimizer's state": Fault(
+        own_step(
+            """
+    loss = compiled(x, y)
+    mx.eval(loss, model.state)
+    return loss
+""",
+            """
+optimizer.init(model.trainable_parameters())
+def step(x, y):
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    optimizer.update(model, gradients)
+    return loss
+compiled = mx.compile(step, inputs=[model.state, optimizer.state], outputs=[model.state])
+""",
+        ),
+        "compiled-state",
+        ("leaves arrays of its trace behind", "train.py:"),
+        "optimizer.state, mx.random.state",
+        "data own",
+        ("own", "error"),
+    ),
     "a mean of means over ignored labels": Fault(
         own_step(
             """

@@ -290,7 +290,17 @@ def test_the_whole_config_loads_again(config: Path, tmp_path: Path) -> None:
 
 def test_tune_takes_a_config(config: Path) -> None:
     done = faststep(
-        "tune", config, "--set", "MLX_MAX_OPS_PER_BUFFER=50", "--seconds", 0.05, "--rounds", 3, cwd=config.parent
+        "tune",
+        config,
+        "--env",
+        "MLX_MAX_OPS_PER_BUFFER=50",
+        "--set",
+        "data.batch_size=4",
+        "--seconds",
+        0.05,
+        "--rounds",
+        3,
+        cwd=config.parent,
     )
     assert "MLX_MAX_OPS_PER_BUFFER=50" in done.stdout
 

@@ -10,7 +10,7 @@ import pytest
 from faststep.report import read_log
 from support.commands import faststep
 
-FILES = {".gitignore", "config.yaml", "data.py", "loss.py", "model.py", "test_project.py"}
+FILES = {".gitignore", "README.md", "config.yaml", "data.py", "loss.py", "model.py", "test_project.py", "train.py"}
 
 
 @pytest.fixture
@@ -34,6 +34,13 @@ def test_it_trains_at_once(project: Path) -> None:
     name, value, _ = log.best
     assert (name, value > 0.95) == ("accuracy", True)  # guessing gives a third
     assert not [each for each in log.events if each["level"] != "info"]
+
+
+def test_the_loop_of_one_s_own_trains_too(project: Path) -> None:
+    out = subprocess.run(
+        [sys.executable, "train.py"], cwd=project, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert float(out.stdout.split()[-1]) > 0.95
 
 
 def test_its_tests_pass(project: Path) -> None:

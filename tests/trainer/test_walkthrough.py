@@ -1,4 +1,4 @@
-"""docs/walkthrough.md, docs/sessions.md: their files and commands, as a user in an empty folder would type them."""
+"""docs/walkthrough.md, docs/when_it_goes_wrong.md: their commands, as a user in an empty folder would type them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faststep.report import read_log
 from support.pages import Command, File, differences, parts
 from support.places import ROOT
 
-PAGE, SESSIONS = ROOT / "docs" / "walkthrough.md", ROOT / "docs" / "sessions.md"
+PAGE, SESSIONS = ROOT / "docs" / "walkthrough.md", ROOT / "docs" / "when_it_goes_wrong.md"
 
 
 def words_of(command: Command) -> list[str]:

@@ -8,17 +8,19 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
+from faststep._step._misuse import explain
 from faststep._step._options import Nonfinite, Options, Replay, whole_number
 from faststep._step._program import Program
 from faststep._step._user_optimizer import StepCache, as_optimizer
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
+T = TypeVar("T")
 _Key = tuple[int, int, Options, int]
 # The optimizer comes last where it stands for an object that is none.
 _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
@@ -87,7 +89,7 @@ _short_lived = _ShortLivedModels()
 def fast_step(
     model: nn.Module,
     optimizer: Optimizer,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., T],
     *batch: Any,
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
@@ -103,7 +105,7 @@ def fast_step(
     max_traces: int = 64,
     clear_cache_every: int = 0,
     **named: Any,
-) -> Any:
+) -> T:
     """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options.
 
     It replaces these lines, and gives the same numbers:
@@ -186,7 +188,12 @@ def fast_step(
     if program.options.max_grad_norm != max_grad_norm:
         program.clip_to(max_grad_norm)
     call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
-    return program.core.step(call, accumulate)[0]
+    try:
+        value: T = program.core.step(call, accumulate)[0]
+        return value
+    except TypeError:
+        explain(loss_fn, model, batch, named)
+        raise
 
 
 def _keep(key: _Key, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> _Known:

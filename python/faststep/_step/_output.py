@@ -10,7 +10,7 @@ import mlx.core as mx
 from faststep._native import core
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepOutput:
     """Result of one step. The arrays are lazy: reading one waits for that step.
 
@@ -31,6 +31,11 @@ class StepOutput:
     skipped: mx.array | bool
     weight: Any
     _update: mx.array | bool  # True if there was one, or the array that tells if it was missed
+
+    def __repr__(self) -> str:
+        """Show the values; waits for the step."""
+        names = ("loss", "aux", "grad_norm", "skipped", "updated", "weight")
+        return f"StepOutput({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
     def updated(self) -> mx.array | bool:

@@ -14,6 +14,7 @@ from mlx.optimizers import Optimizer
 
 from faststep._native import core
 from faststep._step._average import refuse_average
+from faststep._step._misuse import refuse_options
 from faststep._step._options import Options
 from faststep._step._user_optimizer import OwnOptimizer
 
@@ -50,6 +51,8 @@ class Program:
         named: dict[str, Any],
     ) -> _Call:
         """Return what the user passes as the native step takes it."""
+        if named and not self.calls[0]:
+            refuse_options(loss_fn, named)
         self.calls[0] += 1
         refuse_average(model)
         if isinstance(optimizer, OwnOptimizer):

@@ -16,6 +16,7 @@ from faststep._step import _state
 from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
+from faststep._step._misuse import explain, function
 from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
@@ -133,7 +134,7 @@ class Step:
             ValueError: An option is out of its range.
         """
         options = Options.among(locals())
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.model, self.optimizer, self.loss_fn = model, optimizer, function(loss_fn)
         self._weighted = weighted
         self._program = Program(model, self._optimizer, options)
         self._attributes = Attributes(self._optimizer)
@@ -195,7 +196,11 @@ class Step:
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
-        value, norm, skipped, update = self._program.core.step(call, self._accumulate)
+        try:
+            value, norm, skipped, update = self._program.core.step(call, self._accumulate)
+        except TypeError:
+            explain(self.loss_fn, self.model, batch, named)
+            raise
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
         return StepOutput(loss, aux, norm, False if skipped is None else skipped, weight, update)
@@ -304,7 +309,12 @@ class Step:
             ValueError: As a step does.
             RuntimeError: As a step does.
         """
-        return self._program.core.gradients(self._program.call(self.model, self._optimizer, self.loss_fn, batch, named))
+        call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
+        try:
+            return self._program.core.gradients(call)
+        except TypeError:
+            explain(self.loss_fn, self.model, batch, named)
+            raise
 
     def memory_plan(self, *batch: Any, **named: Any) -> MemoryPlan:
         """Plan the memory that steps on such a batch take on the device, before the first one takes it.

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from faststep.cli._status import Exit, RunFolder
+from faststep.cli._status import Exit, Overrides, RunFolder
 
 _NAME, _COLUMNS = 24, 4  # the least that is shown of a run's name, in letters, and of a table
 
@@ -81,8 +81,9 @@ def tune(
         ),
     ],
     variables: Annotated[
-        list[str] | None, typer.Option("--set", metavar='"A=1 B=2"', help="Variables to try together. Several times.")
+        list[str] | None, typer.Option("--env", metavar='"A=1 B=2"', help="Variables to try together. Several times.")
     ] = None,
+    overrides: Overrides = None,
     seconds: Annotated[float, typer.Option(help="How long each child process measures.")] = 3.0,
     rounds: Annotated[int, typer.Option(help="How often each setting is measured.")] = 5,
 ) -> None:
@@ -91,9 +92,11 @@ def tune(
     from faststep.config import load
 
     if target.endswith((".yaml", ".yml")):
-        load(target)
-        os.environ[TUNED] = str(Path(target).resolve())
+        load(target, overrides or [])
+        os.environ[TUNED] = json.dumps([str(Path(target).resolve()), overrides or []])
         target = f"{__name__}:losses"
+    elif overrides:
+        raise Exit("--set changes a key of a config; variables to try are --env")
     settings = [word for each in variables or [] for word in ("--set", each)]
     raise SystemExit(main([target, *settings, "--seconds", str(seconds), "--rounds", str(rounds)]))
 
@@ -106,7 +109,7 @@ def losses() -> Iterator[Any]:
     from faststep._step import call_with
     from faststep.config import build, load
 
-    built = build(load(os.environ[TUNED]))
+    built = build(load(*json.loads(os.environ[TUNED])))
     while True:
         for batch in built.loader:
             yield call_with(batch, built.step).loss

@@ -50,7 +50,8 @@ def check(
         model: The model.
         optimizer: The optimizer.
         loss_fn: What `Step` takes.
-        batches: Batches: tuples for `loss_fn(model, *batch)`, dicts for `loss_fn(model, **batch)`, or single arrays.
+        batches: Batches: tuples for `loss_fn(model, *batch)`, single arrays, or dicts, which are passed by name where
+            the loss has these names, and whole where it takes one argument.
         steps: How many batches each side takes; where there are fewer, they are taken again.
         seconds: How long time and memory are measured, by turns; 0: not.
         accumulate: Batches of an update.

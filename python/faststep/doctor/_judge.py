@@ -95,6 +95,13 @@ def _error(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
         text = f"{rung.title}: a lazy array of another thread: {message.partition(chr(10))[0]}"
         yield Finding("lazy-batch", "failure", text, REMEDY, CODE)
         return
+    if "array without a primitive" in message:
+        place = f", at {error['place']}" if error.get("place") else ""
+        text = f"{rung.title}: a compiled function leaves arrays of its trace behind, which have no values{place}"
+        remedy = "tell mx.compile all that the function changes: model, optimizer, random state"
+        code = "state = [model.state, optimizer.state, mx.random.state]\nmx.compile(step, inputs=state, outputs=state)"
+        yield Finding("compiled-state", "failure", text, remedy, code)
+        return
     named = {each.name for each in (known["numbers"].findings if "numbers" in known else ())}
     if rung.name == "forward" and named & {"channels-first", "labels-out-of-range", "tokens-out-of-range"}:
         return  # what the numbers say is the reason

@@ -83,20 +83,23 @@ class _Look:
         """Yield the finding of outputs and labels that broadcast to all pairs."""
         out = self._output
         for name, leaf in self._leaves:
-            if out is None or tuple(leaf.shape) == tuple(out.shape) or leaf.size != out.size or not self._uses(name):
+            if out is None or leaf.size != out.size or is_whole(leaf) or not self._uses(name):
                 continue
-            shape = np.broadcast_shapes(tuple(leaf.shape), tuple(out.shape)) if _broadcast(leaf, out) else ()
             values = values_of(leaf)
-            if not shape or np.array_equal(values[::-1], values):
+            if np.array_equal(values[::-1], values):
                 continue
             turned = self._losses.with_outputs(replaced(self._batch, leaf, like(values[::-1], leaf)), self._outputs)
-            if turned is not None and abs(turned - self._base) <= 1e-5 * abs(self._base):
-                text = (
-                    f"the model's output {list(out.shape)} and {name} {list(leaf.shape)} broadcast to {list(shape)}: "
-                    "each output is compared with every label, and the loss is the same for labels in another order"
-                )
-                remedy = "give both one shape; nn.losses.mse_loss refuses others"
-                yield Finding("broadcast", "failure", text, remedy, "prediction = model(x).squeeze(-1)")
+            if turned is None or abs(turned - self._base) > 1e-5 * abs(self._base):
+                continue
+            shape, both = list(np.broadcast_shapes(tuple(leaf.shape), tuple(out.shape))), list(out.shape)
+            level: Any = "failure" if _broadcast(leaf, out) else "warning"
+            how = f" broadcast to {shape}" if _broadcast(leaf, out) else ": what is compared is every pair of them"
+            text = (
+                f"the loss is the same for the labels in another order: the model's output {both} and {name} "
+                f"{list(leaf.shape)}{how}"
+            )
+            remedy = "give both one shape, where they are compared: nn.losses.mse_loss refuses others"
+            yield Finding("broadcast", level, text, remedy, "prediction = model(x).squeeze(-1)   # [batch], as y")
 
     def sign(self) -> Iterator[Finding]:
         """Yield the finding of a loss that is larger for right predictions than for wrong ones."""

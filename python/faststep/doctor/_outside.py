@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 from faststep._step import call_with
 from faststep.doctor._finding import Finding
 from faststep.doctor._graph import names_of
+from faststep.doctor._modules import arrays_of
 from faststep.doctor._rungs_plain import first
 from faststep.doctor._subject import Subject
 
@@ -20,7 +21,7 @@ _DEPTH = 4
 
 def findings(subject: Subject) -> Iterator[Finding]:
     """Yield modules with trainable parameters that have a gradient, and are not in `model.parameters()`."""
-    inside = {id(each) for each in subject.model.modules()}
+    inside = set(_inside(subject.model))
     hidden = {id(module): (path, module) for path, module in _hidden(subject.model, inside)}
     for path, module in hidden.values():
         if count := _reached(subject, module):
@@ -39,6 +40,15 @@ def findings(subject: Subject) -> Iterator[Finding]:
             text = f"the loss uses {name} ({type(module).__name__}), whose {count:,} parameters are not of the model"
             remedy = "nothing is wrong if something else trains it; else make it a part of the model, or freeze() it"
             yield Finding("outside-model", "note", text, remedy, f"model.{name.replace('.', '_')} = {name}")
+
+
+def _inside(model: nn.Module) -> Iterator[int]:
+    """Yield the ids of the modules whose arrays are among the model's parameters, and of those without any."""
+    known = {id(each) for each in arrays_of(model.parameters())}
+    for module in model.modules():
+        arrays = arrays_of(module.parameters())
+        if not arrays or any(id(each) in known for each in arrays):
+            yield id(module)
 
 
 def _hidden(model: nn.Module, inside: set[int]) -> Iterator[tuple[str, nn.Module]]:

@@ -177,10 +177,29 @@ class _Compared:
         elif cosine > self._along and abs(ratio - 1) < self._close:
             if count > 1 and (found := uneven(self._subject, [call.batch for call in window])) is not None:
                 yield found
+            yield from self._old(mean)
         elif abs(cosine) < self._along or ratio > 1.5:
             text = f"{what} not those of the loss function on the same batches: {ratio:.3g} times, cosine {cosine:.2f}"
             remedy = "nothing is wrong if your step computes another loss, weighs it or adds to it"
             yield Finding("other-gradients", "note", text, remedy)
+
+    def _old(self, before: Named) -> Iterator[Finding]:
+        """Yield the finding of a second update by gradients of the first."""
+        if len(self._windows) < 2 or len(self._windows[1][-1].updates) != 1:
+            return
+        own, mean = self._windows[1][-1].updates[0][2], self._mean(self._windows[1])
+        if own is None or (_beside(own, mean)[0] > self._along and abs(_beside(own, mean)[1] - 1) < self._close):
+            return
+        both = {name: before[name] + each for name, each in mean.items() if name in before}
+        for should, what in ((both, "the sum of those of both updates"), (before, "those of the first")):
+            cosine, ratio = _beside(own, should)
+            if cosine > self._along and abs(ratio - 1) < self._close:
+                text = f"the gradients of your step's second update are {what}, not its own"
+                remedy = (
+                    "begin each window with gradients of its own: nothing resets the sum, or nothing computes it anew"
+                )
+                yield Finding("old-gradients", "failure", text, remedy, "total = None   # behind each update")
+                return
 
     def _mean(self, window: list[OwnCall]) -> Named:
         """Return the mean of the loss function's gradients over a window, where it began."""

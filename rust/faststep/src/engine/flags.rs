@@ -11,6 +11,8 @@ pub struct Flags {
     most: usize, // pending
     count: usize,
     streak: usize, // number of the last flags read that were true in a row
+    read: usize,
+    first: Option<usize>, // place of the first one that was true
 }
 
 impl Default for Flags {
@@ -28,6 +30,8 @@ impl Flags {
             most: MAX_PENDING,
             count,
             streak: 0,
+            read: 0,
+            first: None,
         }
     }
 
@@ -41,6 +45,12 @@ impl Flags {
     #[must_use]
     pub fn streak(&self) -> usize {
         self.streak
+    }
+
+    /// The place of the first flag that was true, among all that were read, from 0.
+    #[must_use]
+    pub fn first(&self) -> Option<usize> {
+        self.first
     }
 
     /// The number of flags read so far that were true.
@@ -78,6 +88,8 @@ impl Flags {
         for flag in self.pending.drain(..rest) {
             let is_true = is_true(&flag)?;
             self.count += usize::from(is_true);
+            self.first = self.first.or(is_true.then_some(self.read));
+            self.read += 1;
             self.streak = if is_true { self.streak + 1 } else { 0 };
         }
         Ok(())

@@ -19,8 +19,8 @@ use crate::{
 const METER_EVERY: usize = 128;
 /// Share of weights that no step of the learning rate moves from which on updates round to nothing.
 const NOTHING: f64 = 0.9;
-/// Number of steps in a row that is reported.
-const MANY: usize = 100;
+/// Number of steps after which tensors without a gradient are reported.
+const MANY: usize = 16;
 
 /// Observations of the last steps.
 #[derive(Debug, Default)]
@@ -73,7 +73,7 @@ impl Engine {
         self.seen.rounded > 1 // more than METER_EVERY updates
     }
 
-    /// The tensors on which no loss has depended for a hundred steps, in the order of the layout.
+    /// The tensors on which no loss has depended in the first steps, in the order of the layout.
     #[must_use]
     pub fn idle(&self) -> &[usize] {
         match &self.seen.idle {

@@ -414,6 +414,12 @@ fn read(
             loss.shape()
         )));
     }
+    if !loss.dtype().is_float() {
+        return Err(PyValueError::new_err(format!(
+            "the loss function: expected a floating loss, got one of {}: an integer has no gradient",
+            format!("{:?}", loss.dtype()).to_lowercase()
+        )));
+    }
     let mut arrays = Vec::new();
     if let Some(scale) = given.scale() {
         let loss = loss

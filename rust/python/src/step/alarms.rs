@@ -1,4 +1,5 @@
-//! Warnings about training that goes wrong without an error, each told once after a hundred steps.
+//! Warnings about training that goes wrong without an error, each told once: a batch that is skipped, gradients that are
+//! zero and parameters without one after the first steps, what lasts for a hundred steps.
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
@@ -6,7 +7,10 @@ use faststep::engine::{Flags, Output, Role};
 use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
 use pyo3::prelude::*;
 
-use super::{flags::read, kept_losses::KeptLosses};
+use super::{
+    flags::{is_true, read},
+    kept_losses::KeptLosses,
+};
 use crate::{
     mlx::{errors::mlx, gil::unlocked},
     store::Store,
@@ -17,15 +21,23 @@ use crate::{
 const MANY: usize = 100;
 /// Number of steps of which one is checked, a number that no alternation of losses shares.
 const EVERY: usize = 7;
-/// Number of pending flags from which on the older half is read.
-const PENDING: usize = 2 * (MANY / EVERY + 2);
+/// Number of first steps, or first updates, that are all checked.
+const FIRST: usize = 20;
+/// Number of checked steps in a row that is warned of.
+const LOOKS: usize = MANY / EVERY + 1;
+/// Number of pending flags from which on the older half is read, which no longer waits for the device.
+const PENDING: usize = 6;
 /// Largest number of names in a warning.
 const NAMES: usize = 5;
 
 /// Counts of what was seen, and the warnings that have been given.
 pub struct Alarms {
-    zero: Flags,   // true: all gradients are zero
-    broken: Flags, // true: the loss is no number, where nothing is skipped
+    zero: Flags,    // true: all gradients are zero
+    broken: Flags,  // true: the loss is no number, where nothing is skipped
+    skipped: Flags, // those of the first hundred steps
+    losses: Vec<Array>,
+    steps: usize,
+    norms: usize,
     kept: KeptLosses,
     due: Vec<String>, // warnings
     told: Told,
@@ -34,6 +46,7 @@ pub struct Alarms {
 #[derive(Default)]
 #[allow(clippy::struct_excessive_bools)] // each warns once
 struct Told {
+    first: bool,
     skipped: bool,
     broken: bool,
     zero: bool,
@@ -46,6 +59,10 @@ impl Default for Alarms {
         Self {
             zero: Flags::default().read_at(PENDING),
             broken: Flags::default().read_at(PENDING),
+            skipped: Flags::default().read_at(PENDING),
+            losses: Vec::new(),
+            steps: 0,
+            norms: 0,
             kept: KeptLosses::default(),
             due: Vec::new(),
             told: Told::default(),
@@ -62,19 +79,52 @@ impl Alarms {
         output: &Output,
         checked: bool,
     ) -> PyResult<()> {
-        if !number.is_multiple_of(EVERY) {
+        self.steps += 1;
+        self.note_skipped(py, number, output)?;
+        let sampled = number.is_multiple_of(EVERY);
+        let is = |of: fn(f32) -> bool| move |array: &Array| Ok(of(number_of(py, array)?));
+        let norm = output.update.as_ref().unwrap_or(&output.batch);
+        if let Some(norm) = &norm.norm {
+            self.norms += 1;
+            if sampled || self.norms <= FIRST {
+                read(self.zero.push(Some(norm), &is(|norm| norm == 0.0)))?;
+            }
+        }
+        let loss = output.batch.loss.as_ref().filter(|_| !checked);
+        if sampled || self.steps <= FIRST {
+            read(self.broken.push(loss, &is(|loss| !loss.is_finite())))?;
+        }
+        Ok(())
+    }
+
+    // the batches of the first steps: the first that is skipped is told
+    fn note_skipped(&mut self, py: Python<'_>, number: usize, output: &Output) -> PyResult<()> {
+        let (Some(flag), Some(loss)) = (&output.batch.skipped, &output.batch.loss) else {
+            return Ok(());
+        };
+        if self.told.first || self.steps > MANY {
+            self.losses.clear();
             return Ok(());
         }
-        let norm = output
-            .update
-            .as_ref()
-            .unwrap_or(&output.batch)
-            .norm
-            .as_ref();
-        let is = |of: fn(f32) -> bool| move |array: &Array| Ok(of(number_of(py, array)?));
-        read(self.zero.push(norm, &is(|norm| norm == 0.0)))?;
-        let loss = output.batch.loss.as_ref().filter(|_| !checked);
-        read(self.broken.push(loss, &is(|loss| !loss.is_finite())))
+        self.losses.push(loss.clone());
+        read(self.skipped.push(Some(flag), &|flag| is_true(py, flag)))?;
+        let Some(place) = self.skipped.first() else {
+            return Ok(());
+        };
+        self.told.first = true;
+        let loss = read(number_of(py, &self.losses[place]))?;
+        let why = if loss.is_finite() {
+            format!("its loss is {loss:.4}, and a gradient is not finite, or the loss is above max_loss")
+        } else {
+            format!("its loss is {loss}")
+        };
+        let step = number + 1 + place - self.losses.len();
+        self.due.push(format!(
+            "the batch of step {step} was skipped, and trains nothing: {why}. nonfinite=\"raise\" stops there and names the \
+             gradient; faststep.diagnose names the array or the module. step.stats.skipped counts further ones, without a \
+             warning"
+        ));
+        Ok(())
     }
 
     /// A step returns its loss in this object.
@@ -103,7 +153,7 @@ impl Alarms {
         if lasts(&self.broken) && first(&mut told.broken) {
             messages.push(format!(
                 "the loss has not been finite for {} steps. {}",
-                self.broken.streak() * EVERY,
+                self.steps.min(self.broken.streak() * EVERY),
                 not_finite(py, store)?
             ));
         }
@@ -132,9 +182,10 @@ impl Alarms {
         }
         self.told.zero |= engine.idle().len() == engine.layout().tensors().len();
         Ok(Some(format!(
-            "the loss of the last {MANY} steps does not depend on {}: they get no gradient, and weight decay alone \
+            "the loss of the first {} steps does not depend on {}: they get no gradient, and weight decay alone \
              may change them. freeze() what is not to be trained, or look for what cuts it off (stop_gradient, an \
              argmax, a layer that is not called)",
+            self.steps,
             listed(idle)
         )))
     }
@@ -147,9 +198,9 @@ impl Alarms {
         };
         if lasts(&self.zero) && first(&mut self.told.zero) {
             messages.push(format!(
-                "all gradients have been zero for {} steps: look for activations that are zero for every input, a mask or a \
+                "all gradients have been zero for {} steps, and nothing is learned: look for activations that are zero for every input, a mask or a \
                  weight of zero in the loss, or gradients too small for half precision (compute_dtype scales them)",
-                self.zero.streak() * EVERY
+                self.steps.min(self.zero.streak() * EVERY)
             ));
         }
         if engine.rounds_away() && !self.told.zero && first(&mut self.told.rounded) {
@@ -172,7 +223,7 @@ impl Alarms {
 
 // true if what a flag says has been so for many steps
 fn lasts(flags: &Flags) -> bool {
-    flags.streak() * EVERY >= MANY
+    flags.streak() >= LOOKS
 }
 
 fn first(told: &mut bool) -> bool {
