@@ -27,7 +27,17 @@ _State = tuple[dict[str, mx.array], int]
 # model, optimizer, the loss function, its positional and named arguments
 _User = tuple[nn.Module, Optimizer, Callable[..., Any] | None, tuple[tuple[Any, ...], dict[str, Any]]]
 _Stats = tuple[
-    int, int, int, tuple[str, str | None], list[TraceRecord], int, dict[str, float], dict[str, int], float | None, int
+    int,
+    int,
+    int,
+    tuple[str, str | None],
+    list[TraceRecord],
+    int,
+    dict[str, float],
+    dict[str, int],
+    float | None,
+    int,
+    list[str],
 ]
 
 @final

@@ -86,8 +86,10 @@ def test_batches_that_are_all_skipped_are_told_once() -> None:
 
 
 def test_the_first_batch_that_is_skipped_is_told_at_once() -> None:
-    (message,) = told(linear(), [(ONES,), (ONES,), (SPOILT,)], 12)
+    step = linear()
+    (message,) = told(step, [(ONES,), (ONES,), (SPOILT,)], 12)
     assert "the batch of step 3 was skipped" in message
+    assert [f"faststep: {each}" for each in step.stats.warnings] == [message]
     (message,) = told(linear(max_loss=1e3), [(ONES,), (1e3 * ONES,)], 600)
     assert "the batch of step 2 was skipped, and trains nothing: its loss is " in message
     assert "a gradient is not finite, or the loss is above max_loss" in message

@@ -151,7 +151,7 @@ def test_too_many_threads_name_tune() -> None:
     assert contention(8.0, 4) is None
     text = contention(9.3, 4)
     assert text is not None
-    assert text.startswith("9 threads want 4 processors: fewer may be faster; `faststep tune CONFIG`")
+    assert text.startswith("the load is 9 on 4 cores: fewer threads may be faster; `faststep tune CONFIG`")
 
 
 def test_quantized_weights_count_as_weights(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ from faststep._reach._kinds import (
 
 _MAX_ITEMS = 4096
 _MADE_AT_ONCE = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__annotate_func__"})
-_RARE = frozenset({"__repr__", "__str__", "__hash__", "__eq__", "__replace__", "__getstate__", "__setstate__"})  # a call that runs one is not left out
+_RARE = frozenset(
+    {"__repr__", "__str__", "__hash__", "__eq__", "__replace__", "__getstate__", "__setstate__"}
+)  # a call that runs one is not left out
 _SETTERS = ("__setattr__", "__delattr__")
 _HOOKS = ("__del__", "__getattr__", "__getattribute__", "__get__", "__set__", "__dict__", *_SETTERS)
 _OF_C = (type(str.__len__), type(str.join), type(int.real), types.MemberDescriptorType)  # methods of classes in C

@@ -72,6 +72,7 @@ class Stats:
             parameters are too coarse for the learning rate: see `compute_dtype`. None before the first reading.
         lazy: The most operations for which an argument or a new value of the model has waited when a call took it: the
             size of the graph that nobody had evaluated before.
+        warnings: The texts of the warnings that were given.
     """
 
     steps: int
@@ -85,3 +86,4 @@ class Stats:
     bytes: dict[str, int]
     unchanged: float | None
     lazy: int
+    warnings: tuple[str, ...]

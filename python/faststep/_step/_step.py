@@ -393,8 +393,9 @@ class Step:
     def stats(self) -> Stats:
         """Counts, mode, traces, times and memory so far."""
         found = self._program.core.stats()
-        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged, lazy = found
-        return Stats(steps, updates, skipped, *mode, tuple(traces), traced, seconds, held, unchanged, lazy)
+        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged, lazy, warned = found
+        counts = steps, updates, skipped
+        return Stats(*counts, *mode, tuple(traces), traced, seconds, held, unchanged, lazy, tuple(warned))
 
 
 def _report_hang(step: Step, stage: str, seconds: float) -> None:

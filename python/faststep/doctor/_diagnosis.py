@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from faststep._records import figure, size, span
+from faststep._records import count, figure, size, span
 from faststep.doctor._finding import LEVELS, Finding
 from faststep.doctor._growth import LEAST_ACTIVE, growth
 from faststep.doctor._user_code import users_stacks
@@ -76,9 +76,12 @@ class Diagnosis:
 
     @property
     def gradients(self) -> list[dict[str, Any]]:
-        """Gradients by module at the last step in plain MLX; empty where they were not computed."""
-        facts = next((each.facts["gradients"] for each in self.rungs if "gradients" in each.facts), None)
-        return list(facts["modules"]) if facts else []
+        """Each module with its parameters, the shape of its output, and its gradient at the last step in plain MLX."""
+        facts = next((each.facts for each in self.rungs if "gradients" in each.facts), None)
+        if facts is None:
+            return []
+        shapes: dict[str, list[int]] = facts["shapes"]["outputs"]
+        return [{**each, "output": shapes.get(each["module"])} for each in facts["gradients"]["modules"]]
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -156,11 +159,12 @@ def _gradients(modules: Sequence[dict[str, Any]]) -> list[str]:
         return []
     by_size = sorted(modules, key=lambda each: -float(each["gradient"]))
     shown = {each["module"] for each in (*by_size[: _MODULES // 2], *by_size[-_MODULES // 2 :])}
-    rows = [("gradients by module, at the last step", "norm", "by element", "update by weights")]
+    rows = [("gradients by module", "output", "parameters", "norm", "by element", "update by weights")]
     for each in (each for each in modules if each["module"] in shown):
         norm = each["gradient"] * each["parameters"] ** 0.5
-        rows.append((each["module"], figure(norm), figure(each["gradient"]), figure(each["update"])))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        numbers = (figure(norm), figure(each["gradient"]), figure(each["update"]))
+        rows.append((each["module"], str(each["output"] or "-"), count(each["parameters"]), *numbers))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     left = len(modules) - len(shown)
     return [*lines, *([f"and {left} more modules between these"] if left else []), ""]

@@ -84,7 +84,7 @@ def _one_thread(rung: Measured) -> Finding:
     message = str((rung.error or {}).get("message", "")).partition("\n")[0]
     reason = f"a worker hangs, at {rung.place}" if rung.status == "hangs" else message
     text = f"the data have to be made in the thread that trains: {reason}"
-    remedy = "nothing is wrong without a worker; mend it where data are waited for, and prefetching would help"
+    remedy = "nothing is wrong without a worker; change it if training waits for data: prefetching helps then"
     return Finding("one-thread", "note", text, remedy, _HANGS["prefetch"][1])
 
 
@@ -112,7 +112,7 @@ def _error(rung: Measured, known: dict[str, Measured]) -> Iterator[Finding]:
     place = f", at {error['place']}" if error.get("place") else ""
     at = f" ({rung.at})" if rung.at and not rung.steps else ""
     text = f"{rung.title} fails{at}: {kind}{message.partition(chr(10))[0]}{place}"
-    remedy = "mend the line that it names; the traceback is in the report (--html, --json)"
+    remedy = "correct the line that it names; the traceback is in the report (--html, --json)"
     yield Finding("error", "failure", text, remedy)
 
 

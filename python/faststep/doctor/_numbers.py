@@ -67,10 +67,13 @@ def _all_frozen(model: nn.Module) -> Finding:
 def _forward(subject: Subject, record: Recorder) -> bool:
     """Compute the loss with every module watched; return whether it could be computed."""
     layouts, indices, calls = Layouts(), Indices(), LossCalls()
+    shapes: dict[str, list[int]] = {}
 
-    def look(*call: Any) -> None:
-        layouts(*call)
-        indices(*call)
+    def look(path: str, module: nn.Module, inputs: list[mx.array], outputs: list[mx.array]) -> None:
+        layouts(path, module, inputs, outputs)
+        indices(path, module, inputs, outputs)
+        if outputs:
+            shapes.setdefault(path, list(outputs[0].shape))
 
     before = subject.model.parameters()
     try:
@@ -88,6 +91,7 @@ def _forward(subject: Subject, record: Recorder) -> bool:
         subject.model.update(before)
         for finding in [*layouts.findings, *indices.findings, *calls.findings]:
             record.find(finding)
+    record.say("shapes", outputs=shapes)
     return True
 
 

@@ -87,11 +87,16 @@ def _rungs(rungs: Sequence[Measured]) -> str:
 
 def _gradients(modules: Sequence[dict[str, Any]]) -> str:
     rows = [
-        [each["module"], count(each["parameters"]), *(figure(each[name]) for name in ("gradient", "weights", "update"))]
+        [
+            each["module"],
+            str(each["output"] or "-"),
+            count(each["parameters"]),
+            *(figure(each[name]) for name in ("gradient", "weights", "update")),
+        ]
         for each in modules
     ]
-    header = ("module", "parameters", "gradient", "weights", "update by weights")
-    return table(header, rows, numbers=(1, 2, 3, 4))
+    header = ("module", "output", "parameters", "gradient", "weights", "update by weights")
+    return table(header, rows, numbers=(2, 3, 4, 5))
 
 
 def _plot(values: Sequence[float], name: str) -> Html:

@@ -66,7 +66,7 @@ class Clock:
 
 
 def contention(load: float, processors: int) -> str | None:
-    """Return the note for processors that too many threads want, of this process or of others; None otherwise.
+    """Return the note for a load above the number of cores, of this process or of others; None otherwise.
 
     Args:
         load: How many threads have run or waited to, on average (`os.getloadavg`).
@@ -75,6 +75,6 @@ def contention(load: float, processors: int) -> str | None:
     if load <= _CROWDED * processors:
         return None
     return (
-        f"{load:.0f} threads want {processors} processors: fewer may be faster; `faststep tune CONFIG`, or "
+        f"the load is {load:.0f} on {processors} cores: fewer threads may be faster; `faststep tune CONFIG`, or "
         "`faststep.tune`, tries OPENBLAS_NUM_THREADS on your own step"
     )

@@ -112,6 +112,7 @@ struct Inner {
     skips: Flags,
     misses: Flags,
     alarms: Alarms,
+    warned: Vec<String>, // what was warned of
     seconds: Spent,
     mode: (&'static str, Option<String>), // with the reason, where it is not native
     told: Option<String>, // why a trace is not replayed, as last reported to the user
@@ -143,6 +144,7 @@ type Stats = (
     HashMap<&'static str, usize>,
     Option<f64>,
     usize,
+    Vec<String>,
 );
 
 #[pymethods]
@@ -198,6 +200,7 @@ impl Step {
                 skips: Flags::default(),
                 misses: Flags::default(),
                 alarms: Alarms::default(),
+                warned: Vec::new(),
                 seconds: Spent::default(),
                 mode: ("called", None),
                 told: None,
@@ -345,6 +348,7 @@ impl Step {
                     .as_ref()
                     .and_then(faststep::engine::Engine::unchanged),
                 store.lazy.most(),
+                inner.warned.clone(),
             ))
         })
     }

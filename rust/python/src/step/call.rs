@@ -337,24 +337,22 @@ impl Inner {
     }
 
     fn warn(&mut self, py: Python<'_>, shared: &Shared) -> PyResult<()> {
-        if let Some(message) = self.traces.warning() {
-            warn(py, &message)?; // a warning may raise: everything is in its place by now
-        }
+        let mut due: Vec<String> = self.traces.warning().into_iter().collect();
         let not_replayed = self
             .traces
             .last()
             .and_then(|last| last.trace.not_replayed());
         if let (Some(reason), None) = (not_replayed, &self.told) {
-            let message = format!("this step is not replayed: {reason}");
+            due.push(format!("this step is not replayed: {reason}"));
             self.told = Some(reason.to_owned());
-            warn(py, &message)?;
         }
         let mut store = shared.enter()?;
-        if let Some(message) = store.lazy.message() {
-            warn(py, &message)?;
-        }
-        for message in self.alarms.raised(py, &store, &self.skips)? {
-            warn(py, &message)?;
+        due.extend(store.lazy.message());
+        due.extend(self.alarms.raised(py, &store, &self.skips)?);
+        drop(store);
+        self.warned.extend(due.iter().cloned());
+        for message in due {
+            warn(py, &message)?; // a warning may raise: everything is in its place by now
         }
         Ok(())
     }
