@@ -130,7 +130,10 @@ def _names_of_users(functions: dict[int, Any]) -> Iterator[tuple[dict[str, Any],
 
 
 def _out_of_range(classes: int, low: int, high: int) -> Finding:
-    text = f"labels go from {low} to {high}, and the logits have {classes} classes: MLX does not check labels, and reads other memory"
+    text = (
+        f"labels go from {low} to {high}, and the logits have {classes} classes: MLX does not check labels, and reads "
+        "other memory"
+    )
     remedy = "leave out what is not to be learned by a mask or a weight (an ignored -100 too), and count classes from 0"
     code = "mask = y >= 0\nlosses = nn.losses.cross_entropy(logits, mx.where(mask, y, 0)) * mask"
     return Finding("labels-out-of-range", "failure", text, remedy, code)

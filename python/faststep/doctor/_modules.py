@@ -146,7 +146,10 @@ class Indices:
             return
         rows, low, high = module.weight.shape[0], int(x.min()), int(x.max())
         if low < -rows or high >= rows:
-            text = f"{path} has {rows} rows and is asked for rows {low} to {high}: MLX does not check rows, and reads other memory"
+            text = (
+                f"{path} has {rows} rows and is asked for rows {low} to {high}: MLX does not check rows, and reads "
+                "other memory"
+            )
             remedy = "make the embedding as large as the vocabulary, or look for ids that are not of it"
             code = f"nn.Embedding({high + 1}, ...)"
             self.findings.append(Finding("tokens-out-of-range", "failure", text, remedy, code))

@@ -112,7 +112,7 @@ struct Inner {
     skips: Flags,
     misses: Flags,
     alarms: Alarms,
-    warned: Vec<String>, // what was warned of
+    warned: Vec<String>, // the texts of all warnings
     seconds: Spent,
     mode: (&'static str, Option<String>), // with the reason, where it is not native
     told: Option<String>, // why a trace is not replayed, as last reported to the user
