@@ -29,25 +29,27 @@ impl ModelSignature {
         if *tree.containers() == *self.tree.containers() {
             return Ok(None);
         }
-        let joined = self.joined(&tree, model.py());
+        let joined = self.joined(&tree, model.py(), |_| true);
+        let trained = self.joined(&tree, model.py(), |number| {
+            self.parameters.contains(&number)
+        });
         let mut there: HashMap<_, _> = tree.paths(model.py()).into_iter().zip(slots).collect();
         let mut moved = Moved::with_capacity(self.roles.len());
         for (number, (role, path)) in self.roles.iter().enumerate() {
             let now = there.remove(path);
             let now = now.filter(|now| !now.place.is(&before[number].place));
-            let is_joined = joined.contains(&number);
             moved.push(match role {
                 _ if now.is_none() => None,
                 // another name of what is trained elsewhere: it has no value of its own
                 Role::Parameter(at) if self.parameters[*at] != number => None,
-                Role::Parameter(_) if is_joined || self.is_double(number) => {
+                Role::Parameter(_) if trained.contains(&number) || self.is_double(number) => {
                     return Err(PyValueError::new_err(format!(
                         "the loss function: expected it to leave model.{0} at a place of its own, got one that is another's too: \
                          it has put a module of the model in the place of another. Do that before the step",
                         dotted(path)
                     )))
                 }
-                Role::Other(_) if is_joined => None,
+                Role::Other(_) if joined.contains(&number) => None,
                 Role::Parameter(_) | Role::Other(_) => now,
             });
         }
@@ -60,9 +62,10 @@ impl ModelSignature {
         doubles.any(|&(slot, last)| slot == number || last == number)
     }
 
-    // the numbers of arrays that have one place now
-    fn joined(&self, now: &Tree, py: Python<'_>) -> HashSet<usize> {
-        let numbers: HashMap<_, _> = self.roles.iter().map(|(_, path)| path).zip(0..).collect();
+    // the numbers of arrays that have one place now, of those that count
+    fn joined(&self, now: &Tree, py: Python<'_>, counts: impl Fn(usize) -> bool) -> HashSet<usize> {
+        let numbers = self.roles.iter().map(|(_, path)| path).zip(0..);
+        let numbers: HashMap<_, _> = numbers.filter(|(_, number)| counts(*number)).collect();
         let paths = now.paths(py);
         let number = |slot: usize| paths.get(slot).and_then(|path| numbers.get(path)).copied();
         let mut groups: HashMap<usize, HashSet<usize>> = HashMap::new();
