@@ -196,9 +196,10 @@ def test_steps_and_other_work_share_the_device() -> None:
 
 def test_auto_captures_after_a_few_steps_and_false_never() -> None:
     row = Row("mlp", "adamw", 0.05)
-    for replay, wanted in (("auto", "captured"), (False, "None")):
+    auto = "captured" if IS_CUDA else "not replayed: on a CPU a step is captured where replay=True asks for it"
+    for replay, wanted in (("auto", auto), (False, "None")):
         step = Step(*row.new(), row.case.loss_fn, replay=replay)
-        for batch in row.case.batches(20):
+        for batch in row.case.batches(10):
             step(*batch)
         assert [text.startswith(wanted) for text in replayed(step)] == [True], replayed(step)
 

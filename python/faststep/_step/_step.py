@@ -110,16 +110,16 @@ class Step:
                 update, in float32 for half precision; see `average`. None: none.
             compile: Compile the step. Without, each is evaluated operation by operation.
             replay: Record a step once and launch it again: as one CUDA graph, or on a CPU as a list of tasks that the
-                calling thread runs. "auto" (the default): a trace that MLX has evaluated a few times is captured where
-                that takes no more than half of the free memory, and no more than 64 MiB on a CPU, compared with MLX's
-                evaluation of one step (on a CPU of two, to the bit), and launched from then on where both agree; if
-                not, MLX goes on. True: as soon as a step's memory has been measured, with a warning where it cannot.
-                False: never. `stats.traces` says what was captured, and why a trace is not replayed. What the model and
-                the optimizer then hold are lazy copies, which any thread may evaluate between two steps; to evaluate
-                all of them after each step costs a copy of all parameters each time. A capture keeps the memory of a
-                step between steps (`memory_plan` says how much, `stats.bytes` what it is), and goes when less than 1/32
-                of `mx.get_memory_limit()` is free as a step begins; memory that runs short within other work is not
-                seen.
+                calling thread runs. "auto" (the default): on CUDA a trace that MLX has evaluated a few times is
+                captured where that takes no more than half of the free memory, compared with MLX's evaluation of one
+                step, and launched from then on where both agree; where not, MLX goes on. True: on a CPU, too, and as
+                soon as a step's memory has been measured, with a warning where it cannot be; on a CPU two steps are
+                compared, to the bit, and a step is done when the call returns. False: never. `stats.traces` says what
+                was captured, and why a trace is not replayed. What the model and the optimizer then hold are lazy
+                copies, which any thread may evaluate between two steps; to evaluate all of them after each step costs a
+                copy of all parameters each time. A capture keeps the memory of a step between steps (`memory_plan` says
+                how much, `stats.bytes` what it is), and goes when less than 1/32 of `mx.get_memory_limit()` is free as
+                a step begins; memory that runs short within other work is not seen.
             in_flight: How many steps may be under way on the device when a call returns; one only, where that one
                 holds more than 1 GiB of activations.
             max_traces: How many traces are kept; the one used least recently goes first.

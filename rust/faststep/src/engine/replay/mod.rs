@@ -27,9 +27,8 @@ use resident::copied;
 pub(super) use launch::{Launch, OnGraph};
 pub(super) use resident::Resident;
 
-/// So many evaluations by MLX before a trace is captured, where that is left to the engine: on CUDA, and on a CPU, where it takes
-/// as long as some steps; and where it is asked for.
-const RUNS: [usize; 3] = [4, 12, 1];
+/// So many evaluations by MLX before a trace is captured, where that is left to the engine, and where it is asked for.
+const RUNS: (usize, usize) = (4, 1);
 /// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free.
 const SHARE: usize = 2;
 /// One part in so many of the memory limit is left to others: where less is free, captures go.
@@ -42,8 +41,6 @@ const BEYOND: usize = 10;
 const LITTLE: (usize, usize) = (8, 64 << 20);
 /// And so many bytes: the places of small arrays are rounded up.
 const ROUNDING: usize = 1 << 16;
-/// On a CPU, left to the engine, captures and static arrays take no more than this in all: a step that takes more gains little.
-const MOST_ON_CPU: usize = 64 << 20;
 
 fn captured(bytes: usize) -> usize {
     let (times, most) = LITTLE;
@@ -182,15 +179,7 @@ impl Engine {
             return 0;
         }
         let copies = self.value_refs().map(Array::nbytes).sum::<usize>();
-        let planned = copies + captured(bytes);
-        let is_left_out = trace.recipe.options.replay == Replay::Auto
-            && replay::is_on_cpu()
-            && planned > MOST_ON_CPU;
-        if is_left_out {
-            0
-        } else {
-            planned
-        }
+        copies + captured(bytes)
     }
 
     /// Whether a trace is to be captured when MLX has evaluated it once more: then copies of all that it reads.
@@ -202,8 +191,8 @@ impl Engine {
     ) -> Option<Rehearsal> {
         let runs = match trace.recipe.options.replay {
             Replay::Never => return None,
-            Replay::Auto => RUNS[usize::from(replay::is_on_cpu())],
-            Replay::Always => RUNS[2],
+            Replay::Auto => RUNS.0,
+            Replay::Always => RUNS.1,
         };
         if trace.capture.refused.is_some() || self.dry_run {
             return None;
@@ -241,12 +230,10 @@ impl Engine {
             _ => self.value_refs().map(Array::nbytes).sum::<usize>(),
         };
         let needed = state + captured(bytes) + reserve();
-        let auto = trace.recipe.options.replay == Replay::Auto;
-        let mut free = memory::free() / if auto { SHARE } else { 1 };
-        if auto && replay::is_on_cpu() {
-            let held = if state == 0 { self.captured_bytes() } else { 0 };
-            free = free.min((MOST_ON_CPU + reserve()).saturating_sub(held));
-        }
+        let free = match trace.recipe.options.replay {
+            Replay::Auto => memory::free() / SHARE,
+            _ => memory::free(),
+        };
         (needed > free).then(|| format!("a capture takes {needed} bytes, and may take {free}"))
     }
 
@@ -321,6 +308,9 @@ impl Engine {
 fn refusal(trace: &Trace) -> Option<&'static str> {
     if let Some(reason) = replay::refusal() {
         return Some(reason);
+    }
+    if replay::is_on_cpu() && trace.recipe.options.replay == Replay::Auto {
+        return Some("on a CPU a step is captured where replay=True asks for it");
     }
     if trace.is_eager() {
         return Some("the step is not compiled");
