@@ -211,6 +211,11 @@ def test_what_the_template_leaves_out_is_told(folder: Path, tmp_path: Path) -> N
     tool = {"type": "function", "function": {"name": "get"}}
     records = [{"messages": [user("Hi"), answer("<think>So.</think>Hello.")]}, {"messages": HI, "tools": [tool]}]
     file = write_lines(tmp_path / "a.jsonl", records)
+    with_template(folder, TEMPLATES["rewrites"])
+    thought = write_lines(tmp_path / "b.jsonl", [{"messages": [*HI, user("a"), answer("b", reasoning_content="So.")]}])
+    samples = Jsonl(thought, folder, train_on="assistant", cache=False)
+    assert (len(samples), samples.summary["left_out"]) == (2, [])  # the thought is in the second one
+    with_template(folder, TEMPLATES["drops"])
     assert Jsonl(file, folder, cache=False).summary["left_out"] == [
         f"1 with thoughts that the chat template leaves out, the first: {file}:1",
         f"1 with tools that the chat template leaves out, the first: {file}:2",

@@ -109,7 +109,8 @@ class Renderer:
             text, marks = self._marked(messages, chat.tools)
             start = self._start(messages, answers[0], text, chat.tools).start if answers[0] != chat.answers[0] else 0
             return [_noted(text, [Span(a, b, False) for a, b in marks if b > start], chat)], answers
-        return [_noted(*each, chat) for each in self._by_prompts(messages, answers, chat.tools)], answers
+        *earlier, last = self._by_prompts(messages, answers, chat.tools)
+        return [*(Rendered(*each) for each in earlier), _noted(*last, chat)], answers
 
     def _by_prompts(self, messages: list[Message], answers: list[int], tools: Any) -> list[tuple[str, list[Span]]]:
         """Write a text with all answers; those that stand in it otherwise than as the last ones have their own."""
