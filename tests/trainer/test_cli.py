@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import yaml
 from faststep.checkpoints import Checkpoints
+from faststep.cli._saved import save
+from faststep.cli._verify import _next_batch
+from faststep.config import build, load
 from faststep.recipes import MLP
 from faststep.report import read_log
 from support.commands import checksums, faststep, set_, wait_for_line, write_config
@@ -367,3 +370,61 @@ def test_a_run_that_is_killed_in_its_last_validation_validates_after_all(config:
     faststep("resume", tmp_path / "run")
     (newest,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1:]
     assert json.loads((newest / "training.json").read_text())["numbers"]["best"] is not None
+
+
+STREAM = """
+import numpy as np
+
+
+class Documents:
+    '''Documents of many lengths, without an end, that know where they are.'''
+
+    def __init__(self):
+        self.number = 0
+
+    @property
+    def state(self):
+        return self.number
+
+    def load_state(self, state):
+        self.number = state
+
+    def __iter__(self):
+        while True:
+            number, self.number = self.number, self.number + 1
+            yield np.arange(2 + number * 7 % 13, dtype=np.int32)
+"""
+
+
+def test_places_in_a_stream_are_compared_by_what_comes_next(tmp_path: Path) -> None:
+    """The same place of a packed stream is written otherwise behind a resume."""
+    (tmp_path / "stream.py").write_text(STREAM)
+    config = {
+        "run": str(tmp_path / "run"),
+        "model": {"use": "gpt", "layers": 1, "width": 16, "heads": 2, "context": 16},
+        "loss": {"use": "next_token"},
+        "data": {
+            "train": {"use": "stream.py:Documents"},
+            "batch_size": 2,
+            "collate": {"use": "pack", "length": 16, "window": 4},
+        },
+        "optimizer": {"use": "SGD", "learning_rate": 0.1},
+        "train": {"steps": 40},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    loaded = load(tmp_path / "c.yaml")
+    save(loaded)
+
+    def after(batches: int, place: Any = None) -> Any:
+        loader = build(loaded).loader
+        if place is not None:
+            loader.load_state(place)
+        for _ in zip(range(batches), loader, strict=False):
+            pass
+        return loader.state
+
+    whole, stopped = after(5), after(1, after(4))
+    assert whole != stopped
+    assert whole["position"] == stopped["position"] == 5
+    assert _next_batch(tmp_path / "run", whole) == _next_batch(tmp_path / "run", stopped)
+    assert _next_batch(tmp_path / "run", whole) != _next_batch(tmp_path / "run", after(6))

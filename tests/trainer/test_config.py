@@ -85,7 +85,7 @@ MISTAKES = {
     "callback": (
         "  steps: 10",
         "  steps: 10\ncallbacks: [{use: X}]",
-        "unknown callback 'X': expected one of adapters, gradient_norms, samples (the user's",
+        "unknown callback 'X': expected one of adapters, gradient_norms, reduce_on_plateau, samples (the user's",
     ),
     "patterns alone": (
         "  learning_rate: 1e-3",
