@@ -34,6 +34,7 @@ def serve(pipe: int, subject_of: Callable[[dict[str, Any]], Subject]) -> None:
         pipe: Where the jobs come from, a line of JSON each.
         subject_of: Returns what is diagnosed for a job.
     """
+    del os.environ[PIPE]  # processes that the user's code starts are no rungs
     with os.fdopen(pipe, encoding="utf-8") as jobs:
         for line in iter(jobs.readline, ""):
             job: dict[str, Any] = json.loads(line)
