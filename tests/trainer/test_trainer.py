@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,15 @@ def test_bad_batches_are_skipped_and_counted(tmp_path: Path) -> None:
     log = read_log(tmp_path)
     assert list(log.steps["skipped"]) == [0, 1, 0, 1, 0]
     assert [event["step"] for event in log.events if event["what"] == "skipped"]
+
+
+def test_the_log_tells_of_skipped_batches_and_no_warning_does(tmp_path: Path) -> None:
+    step = new_step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        new_trainer(tmp_path, step, new_loader(Spoiled({8, 30}), shuffle=False), epochs=4, stop_after_bad=0).train()
+    assert [str(each.message) for each in caught if "skipped" in str(each.message)] == []
+    assert "the batch of step 2 was skipped" in step.stats.warnings[0]
 
 
 def test_too_many_bad_batches_end_it_with_a_bundle(tmp_path: Path) -> None:

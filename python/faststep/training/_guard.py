@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from faststep._step import StepOutput
+
+
+@contextlib.contextmanager
+def without_warning() -> Iterator[None]:
+    """Leave out the step's warning of its first skipped batch: the training's log tells each of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "faststep: the batch of step", RuntimeWarning)
+        yield
 
 
 @dataclass(frozen=True)

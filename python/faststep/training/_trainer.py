@@ -18,6 +18,7 @@ from faststep.loggers import Logger, Progress
 from faststep.metrics import LossWithMetrics, Metric
 from faststep.training import _hang, _ids, _rates, _run_folder
 from faststep.training._errors import phase_of_step
+from faststep.training._guard import without_warning
 from faststep.training._hang import OnHang
 from faststep.training._heartbeat import Heartbeat
 from faststep.training._loop import Loop, Start
@@ -230,7 +231,7 @@ class Trainer(Loop):
             RunError: Another process trains in the same folder, or the folder cannot be used. Nothing has changed.
             CheckpointError: There is no such checkpoint, or it is of another training. Nothing has changed.
         """
-        with _run_folder.locked(self.run), _ids.guarded(), self._begin():
+        with _run_folder.locked(self.run), _ids.guarded(), without_warning(), self._begin():
             _run_folder.check(self.run, self.step.model, self.step.optimizer)
             self.checkpoints.check()
             resumed = self._resume(start)
