@@ -160,16 +160,19 @@ impl Inner {
             let mut front = call_key(store, batch, update)?;
             let has_loss = !matches!(part, Part::Update(_));
             if let (Way::LeftOut(number), true) = (way, has_loss) {
-                self.traces.use_again(|entry| entry.number == *number);
-                if let (Some(_), Some(last)) = (update, self.traces.last()) {
-                    // one trace of loss and update in place of the loss's
-                    let kept = last.kept.again();
-                    front.graph = last.key.front.graph;
-                    let key = key_of(store, part, front)?;
-                    self.find_part(store, user, key, kept.graph.as_ref())?;
-                    if let Some(last) = self.traces.last_mut() {
-                        last.kept = kept;
-                    }
+                if update.is_none() {
+                    self.traces.use_again(|entry| entry.number == *number);
+                    continue;
+                }
+                // one trace of loss and update in place of the loss's
+                let entry = self.traces.recent().find(|entry| entry.number == *number);
+                let entry = entry.ok_or_else(missing)?;
+                let (kept, graph) = (entry.kept.again(), entry.key.front.graph);
+                front.graph = graph;
+                let key = key_of(store, part, front)?;
+                self.find_part(store, user, key, kept.graph.as_ref())?;
+                if let Some(last) = self.traces.last_mut() {
+                    last.kept = kept;
                 }
                 continue;
             }
