@@ -52,7 +52,9 @@ MEASURE = """
 """
 
 
-EAGER = pytest.param("mlp-own-optimizer", marks=pytest.mark.xfail(reason="plans for one's own optimizer are 15 to 40 % too high"))
+EAGER = pytest.param(
+    "mlp-own-optimizer", marks=pytest.mark.xfail(reason="plans for one's own optimizer are 15 to 40 % too high")
+)
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name != "mlp-own-optimizer"), EAGER])
@@ -98,7 +100,9 @@ def test_plan_changes_nothing(name: str, make: Callable[[], optim.Optimizer]) ->
         traces.append(len(step.stats.traces))
         assert step.stats.steps == 3
     assert traces[0] == 1
-    assert traces[1] == 1 or isinstance(make(), SignedDescent)  # with a plan its update is known, and left out, one step earlier
+    assert traces[1] == 1 or isinstance(
+        make(), SignedDescent
+    )  # with a plan its update is known, and left out, one step earlier
     assert all((results[0][key] == results[1][key]).all() for key in results[0])
 
 

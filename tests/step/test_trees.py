@@ -100,7 +100,9 @@ def test_any_tree_of_parameters_has_the_bits_of_the_compiled_reference(tree: Tre
         loss, _ = plain(mx.array(0.5 * number))
         assert_same(step(mx.array(0.5 * number)).loss, loss, on_gpu=1e-2)  # in half precision, too
     assert_close(snapshot(*ours), snapshot(*reference), 0)
-    assert step.stats.mode == ("called" if optimizer == "user" else "native")
+    assert step.stats.mode == (
+        "called" if optimizer == "user" else "native"
+    )  # an update may be left out from the fourth on
     assert len(step.stats.traces) == 1
 
 
@@ -241,7 +243,7 @@ def test_a_part_trains_that_has_a_private_or_a_frozen_name_too(
     assert_close(snapshot(ours, own), snapshot(reference, theirs), 1e-5)
     assert not mx.array_equal(before, ours.part().weight)
     if not options:
-        assert step.stats.mode == ("native" if optimizer == "adam" else "called")
+        assert step.stats.mode == "native"
     step.optimizer.learning_rate = 0.0
     ours.part().weight = before  # seen under each of its names
     step(x)

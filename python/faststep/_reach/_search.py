@@ -141,7 +141,7 @@ class _Search:
         return module.partition(".")[0] in self.readable or owner(module) == "user"
 
     def tree(self, root: Any, name: str) -> None:
-        """Walk a model or an optimizer: its classes, and objects in its containers, which are themselves compared elsewhere."""
+        """Walk a model or an optimizer: its classes, and objects in its containers, which are compared elsewhere."""
         todo: list[tuple[Any, Any, str, Any, str]] = [(root, None, "", None, name)]
         while todo:
             value, parent, way, key, path = todo.pop()
@@ -160,8 +160,8 @@ class _Search:
             elif type(value) in (dict, list, tuple):
                 self.see(value)
                 way = "item" if type(value) is dict else "index"
-                items = value.items() if type(value) is dict else enumerate(value)
-                todo += ((each, value, way, n, f"{path}[{n!r}]") for n, each in items)
+                inside = list(value.items() if type(value) is dict else enumerate(value))
+                todo += ((each, value, way, n, f"{path}[{n!r}]") for n, each in inside)
             else:
                 self.add(parent, way, key, value, path, "the model")
 

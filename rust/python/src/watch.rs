@@ -30,7 +30,7 @@ pub fn search(
     listed(&reach(loss_fn.py())?.call_method1("search", given)?)
 }
 
-/// The same for the update of an optimizer, an `Optimizer` of MLX's.
+/// List what the update of an optimizer reads, an `Optimizer` of MLX's.
 pub fn search_update(
     optimizer: &Bound<'_, PyAny>,
     model: &Bound<'_, PyAny>,

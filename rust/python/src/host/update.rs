@@ -24,7 +24,7 @@ use crate::{
     watch::{Calls, WatchList},
 };
 
-/// So many graphs of updates are kept.
+/// The number of graphs of updates that are kept.
 const MOST: usize = 16;
 /// New graphs in a row behind which none is looked for any more.
 const NEVER_AGAIN: usize = 16;
@@ -105,7 +105,7 @@ impl LeftOutUpdate {
 /// Observations of a called update, for one that may be left out.
 #[derive(Default)]
 pub struct Observed {
-    /// What is needed to leave it out; none where its graph is not known yet.
+    /// The update that can be left out; none where its graph is not known yet.
     pub update: Option<LeftOutUpdate>,
     /// The optimizer as the update has left it.
     pub tree: Option<Tree>,
@@ -127,9 +127,9 @@ pub struct Update {
     pub compiles: bool,
     /// In place of a call.
     pub left_out: Option<Rc<LeftOutUpdate>>,
-    /// What the call is watched by.
+    /// The list by which the call is watched.
     pub watched: Option<Rc<WatchList>>,
-    /// What a call has shown; none where that is not asked for.
+    /// Observations of the call; none where they are not asked for.
     pub observed: Option<Observed>,
 }
 

@@ -146,7 +146,7 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// The same without a list.
+    /// Return a copy without a list.
     pub fn again(&self) -> Self {
         Self {
             graph: self.graph.clone(),

@@ -27,7 +27,7 @@ pub(super) type Take<'py> =
 /// An update that need not be called.
 struct Stands {
     update: Rc<LeftOutUpdate>,
-    tree: Tree,             // of the optimizer
+    tree: Tree,             // the optimizer's
     options: Option<usize>, // its id, once the engine has the state
     model: usize,           // the id of the model's signature
 }
@@ -47,10 +47,10 @@ impl Stands {
 pub struct Updates {
     listed: Option<Rc<WatchList>>,
     stands: Option<Stands>,
-    fits: bool,   // what stands, at this step
+    fits: bool,   // true if what stands is valid at this step
     stood: usize, // so many have
     tries: usize,
-    /// What the last call has shown.
+    /// Observations of the last call.
     pub observed: Option<Observed>,
     reason: Option<String>,
 }
@@ -75,7 +75,7 @@ impl Updates {
         self.left_out().map(|_| self.stood)
     }
 
-    /// What a call is to be observed for.
+    /// Empty observations for a call that is to be observed.
     pub fn observes(&self) -> Option<Observed> {
         (self.tries < TRIES).then(Observed::default)
     }
