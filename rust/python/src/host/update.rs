@@ -272,11 +272,11 @@ impl Update {
             return Err(expected("a model with the arrays that it had"));
         }
         let old_key = keys.get_item(0)?;
-        let mut lent = Vec::with_capacity(self.roles.len());
+        let mut firsts = Vec::with_capacity(self.roles.len());
         for (slot, (role, _)) in slots.iter().zip(self.roles.iter()) {
             let now = slot.place.get()?;
             let is_first = now.is_some_and(|now| now.is(&slot.object)); // a module may stand in the model twice
-            lent.push(is_first);
+            firsts.push(is_first);
             if let Some(tracer) = given.of_role(*role).filter(|_| is_first) {
                 slot.place.set(&bridge::wrap(py, tracer)?)?;
             }
@@ -288,7 +288,7 @@ impl Update {
         given.lend(py)?;
         let updated = self.update(optimizer, given);
         given.take_back()?;
-        let left = updated.and_then(|()| self.left(optimizer, (&slots, &lent), given));
+        let left = updated.and_then(|()| self.left(optimizer, (&slots, &firsts), given));
         for slot in slots.iter().take(self.roles.len()) {
             slot.place.set(&slot.object)?;
         }
@@ -336,12 +336,12 @@ impl Update {
     fn left(
         &self,
         optimizer: &Bound<'_, PyAny>,
-        (slots, lent): (&[Slot<'_>], &[bool]),
+        (slots, firsts): (&[Slot<'_>], &[bool]),
         given: &Given<'_>,
     ) -> PyResult<(Form, Vec<Array>)> {
         let mut parameters: Vec<Option<Array>> = vec![None; given.counts.0];
         let mut others = Vec::new();
-        for ((slot, lent), (role, path)) in slots.iter().zip(lent).zip(self.roles.iter()) {
+        for ((slot, is_first), (role, path)) in slots.iter().zip(firsts).zip(self.roles.iter()) {
             let now = slot.place.get()?.as_ref().and_then(bridge::get);
             let Some(now) = now else {
                 return Err(expected(&format!(
@@ -352,7 +352,7 @@ impl Update {
             match role {
                 Role::Parameter(at) => parameters[*at] = Some(now),
                 Role::Other(at) => {
-                    if *lent && given.of_role(*role).map(id) != Some(id(&now)) {
+                    if *is_first && given.of_role(*role).map(id) != Some(id(&now)) {
                         others.push((*at, now));
                     }
                 }

@@ -12,7 +12,7 @@ use pyo3::{
 
 use super::{
     arguments::{Arguments, Batch},
-    choose::Way,
+    choose::{loss_key, Way},
     flags::{is_true, read},
     left_out::Standing,
     traces::warn,
@@ -202,7 +202,7 @@ impl Inner {
         let py = user.py();
         let (key, signature) = {
             let store = shared.enter()?;
-            (self.loss_key(&store, batch, task)?, store.signature()?)
+            (loss_key(&store, batch, task)?, store.signature()?)
         };
         let Some(key) = key else {
             return Ok(Way::Nothing);

@@ -103,23 +103,17 @@ fn parts(store: &Store, task: Task) -> PyResult<Vec<Part>> {
     Ok(task.parts(store.rule.as_ref().ok_or_else(missing)?))
 }
 
-impl Inner {
-    /// The key of the part with the loss, whatever its graph; none where there is no loss.
-    pub(super) fn loss_key(
-        &self,
-        store: &Store,
-        batch: &Batch<'_>,
-        task: Task,
-    ) -> PyResult<Option<Key>> {
-        match parts(store, task)?.pop() {
-            Some(part) if task != Task::Flush => {
-                let front = call_key(store, batch, None)?;
-                key_of(store, part, front).map(Some)
-            }
-            _ => Ok(None),
+/// The key of the part with the loss, whatever its graph; none where there is no loss.
+pub(super) fn loss_key(store: &Store, batch: &Batch<'_>, task: Task) -> PyResult<Option<Key>> {
+    match parts(store, task)?.pop() {
+        Some(part) if task != Task::Flush => {
+            key_of(store, part, call_key(store, batch, None)?).map(Some)
         }
+        _ => Ok(None),
     }
+}
 
+impl Inner {
     // why a loss that has just been called is evaluated by itself rather than by a trace, if it is
     pub(super) fn is_rare(
         &mut self,

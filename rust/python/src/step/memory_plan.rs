@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use super::{
     arguments::{Arguments, Batch},
     call::settle_reshaped,
-    choose::Way,
+    choose::{loss_key, Way},
     left_out::Standing,
     updates::Take,
     Inner,
@@ -180,7 +180,7 @@ impl Inner {
         batch: &Batch<'py>,
         task: Task,
     ) -> PyResult<Option<Way<'py>>> {
-        let key = self.loss_key(store, batch, task)?;
+        let key = loss_key(store, batch, task)?;
         let standing = key.map(|key| self.standing(user.py(), &user.loss_fn, &key));
         Ok(match standing {
             Some(Standing::Yes(trace)) => Some(Way::LeftOut(trace)),
