@@ -338,6 +338,9 @@ impl Causes<CallKey> for ByName<'_, '_> {
         if !last.batch.equals(&new.batch, self.0.py()) {
             return "arguments: a static value or the structure has changed".into();
         }
+        if last.update != new.update {
+            return "the optimizer: its update is left out, or called again".into();
+        }
         match (last.graph, new.graph) {
             (Some((one, _)), Some((other, _))) if one == other => {
                 "the loss: a number in it has changed, and is an input now".into()
