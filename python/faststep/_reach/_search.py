@@ -96,6 +96,7 @@ class _Search:
         self.shown: dict[int, str] = {}  # longer texts for messages
         self.holders = [Holder(mx.array, "class", vars(mx.array), "mx.array", set())]
         self.readable = {"faststep"}  # installed packages that are read
+        self.compared: tuple[type, ...] = (nn.Module,)  # whose arrays are compared elsewhere
         self.queue: deque[tuple[Any, str, str]] = deque()
 
     def take(self, loss_fn: Any, model: Any, arguments: tuple[Any, ...]) -> None:
@@ -110,6 +111,7 @@ class _Search:
         if not is_a(optimizer, optim.Optimizer):
             raise Refused("is of no class of `mlx.optimizers.Optimizer`")
         self.names["update"] = "the optimizer"
+        self.compared = (nn.Module, optim.Optimizer)
         self.tree(model, "model")
         self.tree(optimizer, "optimizer")
         self.search()
@@ -147,13 +149,13 @@ class _Search:
             value, parent, way, key, path = todo.pop()
             if id(value) in self.seen or is_constant(value) or type(value) is mx.array:
                 continue
-            if is_a(value, (nn.Module, optim.Optimizer)):
+            if is_a(value, self.compared):
                 self.see(value)
                 self.trust(type(value).__module__)
                 self.read_class(type(value), path, value, path)
                 own = object.__getattribute__(value, "__dict__")
                 self.holders.append(Holder(value, "attribute", own, path, {"_no_grad", "_faststep"}, in_model=True))
-                inside = [(n, each) for n, each in own.items() if is_a(each, (dict, list, tuple, optim.Optimizer))]
+                inside = [(n, each) for n, each in own.items() if is_a(each, (dict, list, tuple, *self.compared[1:]))]
                 todo += ((each, value, "attribute", n, f"{path}.{n}") for n, each in inside if n != "_faststep")
                 items = dict.items(value) if is_a(value, dict) else ()
                 todo += ((each, value, "item", n, f"{path}.{n}") for n, each in items)
@@ -299,7 +301,7 @@ class _Search:
                 if not self.is_read_package(base.__module__):
                     self.refuse(value, name, place)
                 self.check_class(base, place, self.shown.get(id(value), name))
-            elif not issubclass(base, (nn.Module, optim.Optimizer)):
+            elif not issubclass(base, self.compared):
                 self.refuse(value, name, place)
             self.classes.add(id(base))
             own = vars(base)
