@@ -251,7 +251,7 @@ def test_exports_write_over_nothing(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was trained without lora"):
         export_adapters(load(trained / "llama"), tmp_path / "new")
     assert (
-        "expected one of FILE, --adapters DIR and --fuse DIR, got 0"
+        "expected one of FILE, --adapters DIR, --peft DIR and --fuse DIR, got 0"
         in faststep("checkpoint", "export", "run", status=2).stderr
     )
 
