@@ -298,10 +298,10 @@ def test_what_a_loss_takes_out_of_a_dict_is_out_of_it(kind: Callable[[], Any], n
             x = mx.random.normal((8, 4), key=mx.random.key(number))
             losses[-1].append(float(step(x, [more]).loss if fast else plain(x, [more])[0]))
             left[-1].append((list(more), list(more.get("inner", {}))))
-        assert not fast or step.stats.mode in (
-            "called",
-            "native",
-        )  # calls that find nothing to take out may be left out
+        taken = (
+            "called" if numpy or kind is not dict else "native"
+        )  # the last calls find nothing to take out of a plain dict
+        assert not fast or step.stats.mode == taken
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert left[0] == left[1]
 

@@ -31,10 +31,10 @@ def refuse_options(loss_fn: Any, named: Mapping[str, Any]) -> None:
 
 
 def explain(loss_fn: Any, model: Any, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Say what is wrong with a call whose arguments the loss function does not take; it returns where they fit.
+    """Say how to pass arguments that the loss function does not take; it returns where Python's own error says it all.
 
     Raises:
-        TypeError: They do not fit.
+        TypeError: They do not fit as they were passed, and would in another way.
     """
     try:
         signature = inspect.signature(function(loss_fn))
@@ -49,12 +49,13 @@ def explain(loss_fn: Any, model: Any, batch: tuple[Any, ...], named: Mapping[str
     first = batch[0] if batch else None
     hint = ""
     if isinstance(first, tuple | list) and _fits(lambda: signature.bind(model, *first, **named)):
-        hint = ". The batch is one tuple: call step(*batch)"
+        hint = "The batch is one tuple: call step(*batch)"
     elif isinstance(first, dict) and _fits(lambda: signature.bind(model, **{**named, **first})):
-        hint = ". The batch is one dict: call step(**batch)"
+        hint = "The batch is one dict: call step(**batch)"
     elif _fits(lambda: signature.bind(*batch, **named)):
-        hint = ". The loss function has to take the model first: loss_fn(model, ...)"
-    raise TypeError(f"{name}{signature} does not take these arguments behind the model: {mismatch}{hint}")
+        hint = "The loss function has to take the model first: loss_fn(model, ...)"
+    if hint:
+        raise TypeError(f"{name}{signature} does not take these arguments behind the model: {mismatch}. {hint}")
 
 
 def _fits(bind: Callable[[], object]) -> bool:

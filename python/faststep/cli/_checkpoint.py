@@ -65,7 +65,7 @@ def export(
 
     Of a model of mlx-lm: its adapters (--adapters DIR, --peft DIR), or plain weights with the adapters in them
     (--fuse DIR).
-    Where its folder has moved: --set model.path=FOLDER.
+    Name the base model's folder if it has moved: --set model.path=FOLDER.
     """
     places = [each for each in (file, adapters, peft, fuse) if each is not None]
     if len(places) != 1:

@@ -173,7 +173,7 @@ class Loader:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What the source says of itself, for logs: plain values; None where it says nothing."""
+        """The source's description for logs: plain values; None if it has none."""
         return getattr(self._source.source, "summary", None)
 
     @property

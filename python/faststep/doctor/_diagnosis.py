@@ -60,7 +60,7 @@ class Diagnosis:
 
     @property
     def looked_at(self) -> str:
-        """What the rungs have seen, in words, and what they have not."""
+        """The checks that the rungs made, in words, and those that they did not make."""
         climbed = {each.name: each for each in self.rungs if each.status != "skipped"}
         parts = []
         if (numbers := climbed.get("numbers")) is not None:

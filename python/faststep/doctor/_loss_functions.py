@@ -18,7 +18,7 @@ _LEAST = 16  # values between 0 and 1 that are no accident
 
 
 class LossCalls:
-    """What the loss functions of MLX got.
+    """Arguments of MLX's loss functions in one call of the loss.
 
     Attributes:
         findings: What is wrong, each kind once.

@@ -51,7 +51,7 @@ class OwnCall:
 
     @property
     def updated(self) -> bool:
-        """Whether there was an update, as far as one can see."""
+        """True if parameters moved, or the optimizer was called."""
         return bool(self.moved or self.updates)
 
 

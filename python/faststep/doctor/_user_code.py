@@ -63,7 +63,7 @@ def place_in_dump(dump: str) -> str | None:
 def users_stacks(dump: str) -> str:
     """Return the stacks that have the user's code in them, that of the user's main thread first, down to that code.
 
-    What lies above it, the callers of a notebook for one, and threads that are none of the user's are left out.
+    Frames above that code (of a notebook's kernel, say) and threads without code of the user's are left out.
     """
     stacks = []
     for text in re.split(r"(?m)^(?=Thread |Current thread )", dump):

@@ -61,8 +61,8 @@ class Interval:
     def behind(self, in_flight: int) -> int | None:
         """Return how many of the last steps come after the interval, where it is over; None where it is not.
 
-        Those may still be under way, and nothing waits for them: an interval is told so many steps behind its end. One
-        that ends because of its time waits, which costs little then.
+        Those steps may still be running, and nothing waits for them: an interval is reported that many steps after its
+        end. One that ends because of its time waits, which costs little then.
         """
         if self._first or self._clock.elapsed >= _SECONDS:
             return 0

@@ -12,7 +12,7 @@ from faststep.training._trainer import Callback, Trainer
 class ReduceOnPlateau(Callback):
     """A callback that multiplies the learning rate when so many validations in a row have brought no better value.
 
-    What is better, `monitor`, `mode` and `min_delta` of the trainer say. It goes on exactly behind a resume.
+    The trainer's `monitor`, `mode` and `min_delta` define "better". After a resume it goes on from the same state.
 
     Args:
         factor: What the rate is multiplied by.

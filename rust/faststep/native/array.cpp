@@ -98,10 +98,6 @@ int faststep_array_is_lazy(const void* a) noexcept {
   return at(a).status() == mx::array::Status::unscheduled;
 }
 
-int faststep_array_is_traced(const void* a) noexcept {
-  return at(a).status() == mx::array::Status::unscheduled && !at(a).has_primitive();
-}
-
 int faststep_array_has_rows(const void* a) noexcept {
   return at(a).status() != mx::array::Status::unscheduled && at(a).flags().row_contiguous;
 }

@@ -124,8 +124,6 @@ uintptr_t faststep_array_id(const void* array) noexcept;
 // Number of handles to an array's value.
 size_t faststep_array_holders(const void* array) noexcept;
 int faststep_array_is_lazy(const void* array) noexcept;
-// Return whether the array stands for one that is given later: it has neither a value nor an operation.
-int faststep_array_is_traced(const void* array) noexcept;
 // Return whether the array has its value, row after row.
 int faststep_array_has_rows(const void* array) noexcept;
 // Number of operations that are computed before the array has its value.

@@ -327,18 +327,6 @@ impl Engine {
         Ok(outputs)
     }
 
-    /// Trace without evaluating anything.
-    ///
-    /// # Errors
-    /// Of the trace, which the host may have ended.
-    pub fn dry_run(&mut self, trace: &mut Trace, call: Call) -> Result<()> {
-        self.clock.enter(Stage::Trace);
-        let inputs = self.take(call);
-        let outcome = trace.call(&inputs);
-        self.put_back(inputs);
-        outcome.map(drop)
-    }
-
     // moves the state into the list of a trace's inputs; `put_back` is the inverse
     pub(super) fn take(&mut self, call: Call) -> Inputs {
         let mut own = std::mem::take(&mut self.parameters);

@@ -14,12 +14,11 @@ use mlx_rs::{error::Result, Array};
 use super::ffi::{
     check, faststep_align, faststep_array_has_rows, faststep_array_holders, faststep_array_hollow,
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
-    faststep_array_is_traced, faststep_array_is_zero, faststep_array_operations,
-    faststep_array_random_state, faststep_array_reads_file, faststep_array_view,
-    faststep_arrays_ranks, faststep_arrays_recover, faststep_eval_one_by_one,
-    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_row_kernels,
-    faststep_sum_rows, faststep_sum_slices, faststep_watch_free, faststep_watch_is_alive,
-    faststep_watch_new, handle, handles, made, owned, Handles, New,
+    faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
+    faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
+    faststep_eval_one_by_one, faststep_is_transforming, faststep_kernels, faststep_merge,
+    faststep_row_kernels, faststep_sum_rows, faststep_sum_slices, faststep_watch_free,
+    faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
 use super::{join, kernels};
 
@@ -54,13 +53,6 @@ pub(crate) fn rows(array: &Array) -> Result<Array> {
 pub fn is_lazy(array: &Array) -> bool {
     // SAFETY: as in `id`.
     unsafe { faststep_array_is_lazy(handle(array)) != 0 }
-}
-
-/// Return whether the array stands for one that is given later, as the inputs of a trace do.
-#[must_use]
-pub fn is_traced(array: &Array) -> bool {
-    // SAFETY: as in `id`.
-    unsafe { faststep_array_is_traced(handle(array)) != 0 }
 }
 
 /// The number of operations that have to be computed before the array has its value: the size of its graph. A loop that

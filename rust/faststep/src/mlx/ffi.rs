@@ -146,7 +146,6 @@ extern "C" {
     pub(crate) fn faststep_array_has_rows(array: Handle) -> c_int;
     pub(crate) fn faststep_array_holders(array: Handle) -> usize;
     pub(crate) fn faststep_array_is_lazy(array: Handle) -> c_int;
-    pub(crate) fn faststep_array_is_traced(array: Handle) -> c_int;
     pub(crate) fn faststep_array_operations(array: Handle) -> usize;
     pub(crate) fn faststep_measure(
         arrays: Handles,

@@ -161,7 +161,7 @@ impl Inner {
                 // one trace of loss and update in place of the loss's
                 let entry = self.traces.recent().find(|entry| entry.number == *number);
                 let entry = entry.ok_or_else(missing)?;
-                let (kept, graph) = (entry.kept.again(), entry.key.front.graph);
+                let (kept, graph) = (entry.kept.again(user.py()), entry.key.front.graph);
                 front.graph = graph;
                 let key = key_of(store, part, front)?;
                 self.find_part(store, user, key, kept.graph.as_ref())?;

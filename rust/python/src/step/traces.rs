@@ -147,11 +147,11 @@ pub struct Kept {
 
 impl Kept {
     /// Return a copy without a list.
-    pub fn again(&self) -> Self {
+    pub fn again(&self, py: Python<'_>) -> Self {
         Self {
             graph: self.graph.clone(),
             leaves: self.leaves.clone(),
-            template: Python::attach(|py| self.template.as_ref().map(|it| it.clone_ref(py))),
+            template: self.template.as_ref().map(|it| it.clone_ref(py)),
             ..Self::default()
         }
     }

@@ -157,8 +157,9 @@ impl Inner {
                     );
                     warn(py, &message)?;
                 }
-            } else if store.takes_state() && !own.fits {
-                own.refuse(own.reason.clone().unwrap_or_default());
+            } else if !own.fits && (store.takes_state() || !stands.update.is(&update)) {
+                let reason = own.reason.take();
+                own.refuse(reason.unwrap_or_else(|| "computes something else than before".into()));
             }
             return Ok(());
         }
@@ -173,7 +174,10 @@ impl Inner {
                 own.stood += 1;
                 own.reason = None;
             } else {
-                own.refuse("makes an array at each update: make it once".into());
+                own.refuse(
+                    "has a number that changed, or makes an array at each update: make it once"
+                        .into(),
+                );
             }
             return Ok(());
         }
