@@ -128,8 +128,7 @@ def test_a_record_is_written_whole_or_not_at_all(child: Child, tmp_path: Path, n
     file = tmp_path / "log"
     code = f"""
     import resource, signal
-    from faststep import loggers
-from faststep.loggers import Csv, JsonLines, Loggers
+    from faststep.loggers import Csv, JsonLines, Loggers
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit fails as on a full disk
     loggers = Loggers([{name}({str(file)!r})])
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

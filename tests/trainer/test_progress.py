@@ -121,7 +121,7 @@ def test_what_the_user_prints_stays() -> None:
 
 
 def test_errors_that_go_to_a_file_stay_there(tmp_path: Path) -> None:
-    code = "training.start(); print('own error', file=sys.stderr); training.run(10); training.end()"
+    code = "training.start(); print('own error', file=sys.stderr); training.run(3); training.end()"
     with (tmp_path / "errors").open("wb") as errors:
         shown = Terminal(code, errors=errors).end()
     assert "own error" not in shown
