@@ -426,3 +426,54 @@ def test_a_batch_of_another_size_needs_no_new_kernel(
         child(LENGTHS.format(model=model, accumulate=accumulate, weighted=weighted, sizes=sizes), **places.environment)
         counts.append(len(places.kept))
     assert counts[0] == counts[1]
+
+
+# --- what is computed before it is compiled
+
+
+def test_a_kernel_that_is_not_compiled_has_the_bits_of_its_operations(child: Child, places: Places) -> None:
+    done = child("from support.block_cases import compare\ncompare()", **places.environment)
+    assert done.stdout == ""
+    assert places.compiled == []
+
+
+# A step that is taken often enough for its kernels to be compiled, and until they are.
+AGAIN = """
+import time
+import faststep
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
+from pathlib import Path
+model, optimizer = nn.Linear(4, 3), optim.SGD(0.1)
+step = faststep.Step(model, optimizer, lambda model, x: mx.sigmoid(model(x) * 3).mean())
+x = mx.ones((2, 4))
+losses = [step(x).loss.item() for _ in range({steps})]
+until = time.monotonic() + {seconds}
+while time.monotonic() < until and not [*Path({cache!r}).rglob("lib*.so")]:
+    losses.append(step(x).loss.item())
+    time.sleep(0.01)
+losses += [step(x).loss.item() for _ in range(40)]
+other = nn.Linear(4, 3)
+print(len(losses), losses[-1])
+assert losses == sorted(losses, reverse=True)
+"""
+
+
+def again(places: Places, steps: int, seconds: float) -> str:
+    """Return the program for these places."""
+    return AGAIN.format(cache=os.fspath(places.cache), steps=steps, seconds=seconds)
+
+
+def test_a_kernel_that_is_needed_again_and_again_is_compiled_meanwhile(child: Child, places: Places) -> None:
+    child(again(places, 15, 0).replace("range(40)", "range(0)"), **places.environment)
+    assert places.compiled == []
+    child(again(places, 15, 60), **places.environment)
+    assert places.compiled
+    assert places.kept
+
+
+def test_a_kernel_that_no_compiler_makes_stays_as_it_is(child: Child, places: Places) -> None:
+    places.compiler('case "$*" in *-shared*) exit 1;; esac')
+    done = child(again(places, 100, 1), **places.environment)
+    assert "g++" not in done.stderr
+    assert places.compiled
+    assert places.kept == []

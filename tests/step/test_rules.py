@@ -288,7 +288,7 @@ def test_windows_masters_and_average_are_those_of_a_trace(optimizer: str, model:
         step.flush()
         taken.append((step.stats.mode, snapshot(*pair), {n: np.array(a) for n, a in flat(step.state).items()}))
     (way, state, kept), (other, wanted, wanted_kept) = taken
-    assert (way, other) == ("native", "called" if optimizer == "multi" else "native")
+    assert (way, other) == ("native", "native")
     assert_close(state, wanted, 1e-2 if model == "bf16" else 2e-6)
     assert_close(kept, wanted_kept, 1e-3)
     assert [a.dtype for a in state.values()] == [a.dtype for a in wanted.values()]

@@ -11,7 +11,7 @@ from faststep._reach import _code
 from faststep._reach._kinds import NAMING, described, is_trusted_call
 
 # packages whose own code may run: the search takes only those of their functions that depend on their arguments alone
-_TRUSTED = frozenset({"functools", "typing", "enum", "abc", "types", "operator"})
+_TRUSTED = frozenset({"functools", "typing", "enum", "abc", "types", "operator", "mlx.utils"})
 
 
 class Calls:

@@ -59,15 +59,16 @@ def search(loss_fn: Any, model: Any, arguments: tuple[Any, ...], seconds: float)
     return _found(seconds, lambda found: found.take(loss_fn, model, arguments))
 
 
-def search_update(optimizer: Any, model: Any, seconds: float) -> Found:
+def search_update(optimizer: Any, model: Any, transform: Any, seconds: float) -> Found:
     """List what the update of an optimizer reads beside the model, the gradients and its own state.
 
     Args:
         optimizer: The optimizer, whose arrays, numbers and containers are compared elsewhere.
         model: The model.
+        transform: The function that is called with the gradients before it, the same at each step; None: none.
         seconds: Time that the search may take, in seconds.
     """
-    return _found(seconds, lambda found: found.take_update(optimizer, model))
+    return _found(seconds, lambda found: found.take_update(optimizer, model, transform))
 
 
 def _found(seconds: float, take: Callable[[_Search], None]) -> Found:
@@ -106,7 +107,7 @@ class _Search:
         self.root(loss_fn)
         self.search()
 
-    def take_update(self, optimizer: Any, model: Any) -> None:
+    def take_update(self, optimizer: Any, model: Any, transform: Any) -> None:
         """Search what an update reads."""
         if not is_a(optimizer, optim.Optimizer):
             raise Refused("is of no class of `mlx.optimizers.Optimizer`")
@@ -114,6 +115,8 @@ class _Search:
         self.compared = (nn.Module, optim.Optimizer)
         self.tree(model, "model")
         self.tree(optimizer, "optimizer")
+        if transform is not None:
+            self.queue.append((transform, "transform", "an option"))
         self.search()
 
     def search(self) -> None:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step._misuse import explain
-from faststep._step._options import Nonfinite, Options, Replay, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, Transform, whole_number
 from faststep._step._program import Program
 from faststep._step._user_optimizer import StepCache, as_optimizer
 
@@ -99,6 +99,7 @@ def fast_step(
     max_loss: float | None = None,
     compute_dtype: mx.Dtype | None = None,
     ema_decay: float | None = None,
+    transform: Transform | None = None,
     compile: bool = True,
     replay: Replay = "auto",
     in_flight: int = 2,
@@ -130,6 +131,8 @@ def fast_step(
         max_loss: A loss above this counts as not finite; None: no limit.
         compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
         ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
+        transform: `transform(model, gradients)` returns the gradients that the optimizer takes, as in `Step`: the same
+            function at each call. None: none.
         compile: Compile the step.
         replay: Record a step once and launch it again, on CUDA as one graph, on a CPU as a list of tasks: "auto", True
             or False (`Step` says what each does).
@@ -168,6 +171,7 @@ def fast_step(
         max_loss,
         compute_dtype,
         ema_decay,
+        transform,
         compile,
         replay,
         in_flight,

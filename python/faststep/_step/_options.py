@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 Nonfinite = Literal["skip", "raise", "allow"]
 Replay = bool | Literal["auto"]
+Transform = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 
 
 class Range(NamedTuple):
@@ -29,6 +31,7 @@ class Options(NamedTuple):
     max_loss: float | None = None
     compute_dtype: mx.Dtype | None = None
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
+    transform: Transform | None = None
     compile: bool = True
     replay: Replay = "auto"
     in_flight: Annotated[int, Range(0)] = 2

@@ -17,7 +17,7 @@ from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._misuse import explain, function
-from faststep._step._options import Nonfinite, Options, Replay, positive, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, Transform, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
 from faststep._step._user_optimizer import as_optimizer
@@ -69,6 +69,7 @@ class Step:
         max_loss: float | None = None,
         compute_dtype: mx.Dtype | None = None,
         ema_decay: float | None = None,
+        transform: Transform | None = None,
         compile: bool = True,
         replay: Replay = "auto",
         in_flight: int = 2,
@@ -108,6 +109,10 @@ class Step:
                 parameters' own dtype.
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
+            transform: `transform(model, gradients)` returns the gradients that the optimizer takes: for clipping by layer,
+                masks, noise or centralisation. It gets the tree of `model.trainable_parameters()`, averaged over the
+                window and clipped, and may leave some out. It is called once an update, as an optimizer of your own is,
+                or left out with the loss (docs/what_is_compiled.md). `grad_norm` is that before it. None: none.
             compile: Compile the step. Without, each is evaluated operation by operation.
             replay: Record a step once and launch it again: as one CUDA graph, or on a CPU as a list of tasks that the
                 calling thread runs. "auto" (the default): on CUDA a trace that MLX has evaluated a few times is

@@ -105,9 +105,11 @@ _OWN_TYPES = {"compute_dtype": Literal["bfloat16", "float16", "float32"] | None}
 
 
 def _options() -> dict[str, Any]:
-    """Return the options of a step as fields: their types with their ranges, and their defaults."""
+    """Return the options of a step as fields, but for the function: their types with their ranges, and their defaults."""
     fields: dict[str, Any] = {}
-    for name, kind in (get_type_hints(Options, include_extras=True) | _OWN_TYPES).items():
+    kinds = get_type_hints(Options, include_extras=True) | _OWN_TYPES
+    for name in [name for name in kinds if name != "transform"]:
+        kind = kinds[name]
         default = Options._field_defaults[name]
         if get_origin(kind) is Annotated:
             plain, limits = get_args(kind)

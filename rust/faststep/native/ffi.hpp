@@ -49,6 +49,10 @@ struct QuantizedProduct {
   float* scratch;
 };
 
+// What a call of the compiler for a fused kernel comes to: a library, or nothing, where MLX is to say whether it has one; `ask`: one is
+// made meanwhile.
+enum class KernelCall : int { compile = 0, look = 1, ask = 2 };
+
 // Contents of a capture: kernels and copies, dependencies between them, bytes of memory.
 struct CaptureInfo {
   size_t nodes;
@@ -309,6 +313,13 @@ int faststep_dequantize(
     size_t count,
     size_t (*scratch)(const faststep::QuantizedProduct*),
     int (*run)(const faststep::QuantizedProduct*));
+// Have fused kernels computed in blocks until they are compiled. `is_made`: whether a library that has been asked for is there.
+void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept;
+// Let those that compute these arrays, and what they are made of, be such.
+int faststep_blocks(const void* const* arrays, size_t count);
+// What MLX calls the compiler for, on this thread; and the answer where it is refused, with the number of what has been asked for.
+faststep::KernelCall faststep_kernel_call() noexcept;
+void faststep_kernel_refused(uint64_t number) noexcept;
 // The function to take the place of std::filesystem::temp_directory_path. `find` writes the path of a directory, with its
 // NUL; false where there is none.
 void* faststep_temp_directory_path(bool (*find)(char* path, size_t size)) noexcept;

@@ -178,6 +178,7 @@ impl Step {
         optimizer: &Bound<'_, PyAny>,
         options: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
+        let own_updates = Updates::read(options)?;
         let options = Options::read(options)?;
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
@@ -193,7 +194,7 @@ impl Step {
                 new_graphs: NewGraphs::default(),
                 traces: Traces::default(),
                 leaving_out: LeavingOut::default(),
-                own_updates: Updates::default(),
+                own_updates,
                 watched: None,
                 steps: 0,
                 updates: 0,

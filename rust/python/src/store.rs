@@ -179,6 +179,7 @@ pub struct Store {
     lent: bool,                  // the engine has let go of the optimizer's state
     updated: bool,               // parameters, by an engine that is gone
     takes_state: bool,           // of an optimizer of the user's own, while its update is left out
+    transforms: bool, // the gradients, by a function of the user's: the optimizer is called with what it returns
 }
 
 impl Refers for Store {
@@ -237,6 +238,7 @@ impl Store {
             lent: false,
             updated: false,
             takes_state: false,
+            transforms: false,
         })
     }
 
@@ -344,10 +346,16 @@ impl Store {
         self.takes_state
     }
 
-    /// Take over the arrays of an optimizer of the user's own, whose update is left out, or leave them to it.
-    pub fn set_takes_state(&mut self, py: Python<'_>, takes_state: bool) -> PyResult<()> {
-        if self.takes_state != takes_state {
-            self.takes_state = takes_state;
+    /// Take over the arrays of an optimizer of the user's own, whose update is left out, or leave them to it. With a function
+    /// that transforms the gradients, one of MLX's is such an optimizer, too.
+    pub fn set_own_update(
+        &mut self,
+        py: Python<'_>,
+        takes_state: bool,
+        transforms: bool,
+    ) -> PyResult<()> {
+        if (self.takes_state, self.transforms) != (takes_state, transforms) {
+            (self.takes_state, self.transforms) = (takes_state, transforms);
             self.expose(py)?;
             self.forget()?;
         }

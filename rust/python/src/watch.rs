@@ -31,12 +31,15 @@ pub fn search(
 }
 
 /// List what the update of an optimizer reads, an `Optimizer` of MLX's.
+///
+/// `transform`: the function that is called with the gradients before it.
 pub fn search_update(
     optimizer: &Bound<'_, PyAny>,
     model: &Bound<'_, PyAny>,
+    transform: Option<&Py<PyAny>>,
     seconds: f64,
 ) -> PyResult<Result<WatchList, String>> {
-    let given = (optimizer, model, seconds);
+    let given = (optimizer, model, transform, seconds);
     listed(&reach(optimizer.py())?.call_method1("search_update", given)?)
 }
 

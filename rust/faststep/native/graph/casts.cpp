@@ -4,48 +4,23 @@
 // half precision has one more: the gradient is cast to float32 to be clipped, by a kernel of its own, and read again at twice
 // the size. Such a cast is put into the kernel that reads it, which gives the same bits.
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "cpu/blocks/blocks.hpp"
+#include "graph/kernel.hpp"
 #include "status.hpp"
 
 namespace faststep {
 
 namespace {
-
-// The private members of MLX's fused kernel: its inputs and outputs, the operations between them, and the inputs that are
-// numbers in its source.
-using Arrays = const std::vector<mx::array> mx::Compiled::*;
-using Ids = const std::unordered_set<uintptr_t> mx::Compiled::*;
-
-template <Arrays... are>
-struct OpenArrays { // what an explicit instantiation names may be private
-  friend std::array<Arrays, sizeof...(are)> arrays_of_kernel() {
-    return {are...};
-  }
-};
-
-template <Ids are>
-struct OpenIds {
-  friend Ids constants_of_kernel() {
-    return are;
-  }
-};
-
-std::array<Arrays, 3> arrays_of_kernel();
-Ids constants_of_kernel();
-
-template struct OpenArrays<&mx::Compiled::inputs_, &mx::Compiled::outputs_, &mx::Compiled::tape_>;
-template struct OpenIds<&mx::Compiled::constant_ids_>;
 
 bool is_lazy(const mx::array& array) {
   return array.status() == mx::array::Status::unscheduled && array.has_primitive() && !array.is_tracer();
@@ -90,8 +65,8 @@ std::shared_ptr<mx::Primitive> with_casts(
       out = found->second;
     }
   }
-  return std::make_shared<mx::Compiled>(
-      kernel.stream(), std::move(inputs), std::move(outputs), std::move(tape), std::move(constants));
+  return in_blocks(std::make_shared<mx::Compiled>(
+      kernel.stream(), std::move(inputs), std::move(outputs), std::move(tape), std::move(constants)));
 }
 
 // The same for each call of a trace, whose kernels are the same.

@@ -14,6 +14,7 @@
 #include "mlx/compile.h"
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "cpu/blocks/blocks.hpp"
 #include "ffi.hpp"
 #include "graph/visit.hpp"
 #include "status.hpp"
@@ -139,7 +140,7 @@ class Tape {
       constants_.push_back(array);
     } else {
       outputs = array.outputs();
-      step.primitive = array.primitive_ptr();
+      step.primitive = in_blocks(array.primitive_ptr());
       for (const auto& in : array.inputs()) {
         step.inputs.push_back(numbers.at(in.id()));
       }

@@ -12,7 +12,6 @@ use std::{
 
 use mlx_rs::{error::Result, transforms::compile::compile, Array};
 
-use super::array;
 use super::ffi::{
     check, faststep_array_detach, faststep_array_fill, faststep_call_graph_add_gradients,
     faststep_call_graph_count, faststep_call_graph_equals, faststep_call_graph_follow,
@@ -22,6 +21,7 @@ use super::ffi::{
     faststep_tracer_is_read, faststep_tracers_end, handle, handles, is_done, made, owned, Handle,
     New,
 };
+use super::{array, fuse};
 
 /// Do `work` as MLX calls a function that it differentiates: what is made meanwhile keeps its graph when it is evaluated.
 ///
@@ -332,7 +332,12 @@ pub fn compiled(graph: Rc<CallGraph>, traced: usize) -> Compiled {
         let made = graph.replay(traced, inputs)?;
         array::rewritten(&[made.roots, made.held, made.gradients].concat())
     };
-    Box::new(compile(body, false))
+    let mut function = compile(body, false);
+    Box::new(move |arrays| {
+        let outputs = function(arrays)?;
+        fuse::in_blocks(&outputs)?;
+        Ok(outputs)
+    })
 }
 
 impl Drop for CallGraph {

@@ -25,6 +25,10 @@ pub(crate) type Sgemm = Option<Gemm<f32, f32>>;
 /// A new array, or a list of them.
 pub(crate) type New = *mut c_void;
 
+/// What MLX calls the compiler for.
+pub(crate) const KERNEL_LOOK: c_int = 1;
+pub(crate) const KERNEL_ASK: c_int = 2;
+
 /// A product with quantized weights.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -316,6 +320,10 @@ extern "C" {
         scratch: extern "C" fn(*const QuantizedProduct) -> usize,
         run: extern "C" fn(*const QuantizedProduct) -> c_int,
     ) -> c_int;
+    pub(crate) fn faststep_blocks_begin(is_made: extern "C" fn(u64) -> bool);
+    pub(crate) fn faststep_blocks(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_kernel_call() -> c_int;
+    pub(crate) fn faststep_kernel_refused(number: u64);
     pub(crate) fn faststep_temp_directory_path(
         find: unsafe extern "C" fn(*mut c_char, usize) -> bool,
     ) -> *mut c_void;

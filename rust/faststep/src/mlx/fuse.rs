@@ -6,7 +6,9 @@
 
 use mlx_rs::{error::Result, Array};
 
-use super::ffi::{check, faststep_fuse, faststep_fuse_casts, faststep_kinds, handles};
+use super::ffi::{
+    check, faststep_blocks, faststep_fuse, faststep_fuse_casts, faststep_kinds, handles,
+};
 
 /// Let the fused kernels that compute these arrays cast their inputs themselves, where that makes them larger: where MLX has a
 /// kernel of its own for it, because it would be too deep in theirs (`native/graph/casts.cpp`).
@@ -17,6 +19,16 @@ pub(crate) fn casts<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> Result<(
     let handles = handles(arrays);
     // SAFETY: as in `in_place`.
     check(unsafe { faststep_fuse_casts(handles.as_ptr(), handles.len()) })
+}
+
+/// Let the fused kernels of a graph that MLX has compiled be computed in blocks until they are in a library (`native/cpu/blocks`).
+///
+/// # Errors
+/// When there is no memory for the graph.
+pub(crate) fn in_blocks(arrays: &[Array]) -> Result<()> {
+    let handles = handles(arrays);
+    // SAFETY: as in `in_place`.
+    check(unsafe { faststep_blocks(handles.as_ptr(), handles.len()) })
 }
 
 /// Let the fused kernels that compute these arrays take over the memory of inputs that nobody else holds when they run.

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     evaluation::Evaluated,
-    mlx::{array, caller::Caller, quantized, tape::Tape},
+    mlx::{array, caller::Caller, fuse, quantized, tape::Tape},
 };
 
 type Function = Box<dyn FnMut(&[Array]) -> MlxResult<Vec<Array>>>;
@@ -209,6 +209,7 @@ impl Trace {
         self.traced.set(0);
         let outputs = (self.function)(inputs);
         let outputs = outputs.map_err(|error| self.failed(error))?;
+        fuse::in_blocks(&outputs).map_err(Error::Trace)?;
         if self.traced.get() != 0 {
             // a compiled call passes tracers to the body, an eager call the input arrays themselves
             self.eager = inputs.first().map(array::id) == Some(self.traced.get());

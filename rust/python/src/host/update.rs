@@ -8,10 +8,10 @@ use faststep::engine::{
 };
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{
-    exceptions::{PyRuntimeError, PyValueError},
+    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     intern,
     prelude::*,
-    types::PyList,
+    types::{PyDict, PyList},
 };
 
 use super::{
@@ -37,30 +37,33 @@ pub struct Updates {
 }
 
 impl Updates {
-    /// The graph of a call, with the arrays that it ends in; none where no earlier call had it.
+    /// The graph of a call, with the arrays that it ends in, and whether it is a new one; none where graphs are not kept any more.
     fn find(
         &mut self,
         py: Python<'_>,
         tracers: &Tracers,
         (form, roots): (&Form, &Roots),
         key: &Array,
-    ) -> MlxResult<Option<(Rc<KnownGraph>, Vec<Array>)>> {
+    ) -> MlxResult<Option<(Rc<KnownGraph>, Vec<Array>, bool)>> {
         if self.new_in_a_row >= NEVER_AGAIN {
             return Ok(None);
         }
         let follows = |graph: &KnownGraph| graph.follows(tracers, form, roots);
-        let mut found = self.graphs.find(follows, key)?;
+        let mut found = self.graphs.find(&follows, key)?;
+        let mut is_new = false;
         if found.is_none() {
             unlocked(py, || tracers.settle(roots, false))?;
             let new = KnownGraph::new(tracers, form, roots)?;
             found = self.graphs.find(|graph| graph.equals(&new), key)?;
-            if found.is_none() {
+            is_new = found.is_none();
+            if is_new {
                 self.graphs.add(new, key)?;
                 self.graphs.keep(MOST);
+                found = self.graphs.find(&follows, key)?; // compiled from the first call on: all calls have the same bits
             }
         }
-        self.new_in_a_row = found.as_ref().map_or(self.new_in_a_row + 1, |_| 0);
-        Ok(found)
+        self.new_in_a_row = if is_new { self.new_in_a_row + 1 } else { 0 };
+        Ok(found.map(|(graph, leaves)| (graph, leaves, is_new)))
     }
 }
 
@@ -123,6 +126,8 @@ pub struct Update {
     pub trainable: Py<PyAny>,
     /// The role of each array slot of the model, and the path to it.
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
+    /// What is called with the model and the gradients before the optimizer; it returns those that the optimizer takes.
+    pub transform: Option<Rc<Py<PyAny>>>,
     /// True if there is a compiler, and it may be used.
     pub compiles: bool,
     /// In place of a call.
@@ -135,6 +140,17 @@ pub struct Update {
 
 fn expected(what: &str) -> PyErr {
     PyRuntimeError::new_err(format!("the update of the optimizer: expected {what}"))
+}
+
+// gradients that a function of the user's has returned
+fn taken(gradients: Bound<'_, PyAny>) -> PyResult<Bound<'_, PyAny>> {
+    if gradients.is_instance_of::<PyDict>() {
+        return Ok(gradients);
+    }
+    Err(PyTypeError::new_err(format!(
+        "transform: expected the dict of gradients that the optimizer takes, got {}",
+        gradients.get_type().name()?
+    )))
 }
 
 // tracers of what an update is called with, and the optimizer with its own arrays
@@ -230,10 +246,12 @@ impl Update {
         } else {
             None
         };
-        if let Some((graph, leaves)) = found {
+        if let Some((graph, leaves, is_new)) = found {
             held = graph.take_held().map_err(mlx)?;
             let made = graph.run(&given.arrays, &leaves, key).map_err(mlx)?;
-            self.observe(optimizer, &given, (graph, leaves), !held.is_empty())?;
+            if !is_new {
+                self.observe(optimizer, &given, (graph, leaves), !held.is_empty())?;
+            }
             let seen = || roots.arrays.iter().chain(&held);
             called::detach(seen());
             for (array, value) in seen().zip(made.roots.iter().chain(&made.held)) {
@@ -322,7 +340,13 @@ impl Update {
         let calls = self.watched.as_ref().map(|list| Calls::begin(py, list));
         let calls = calls.transpose()?;
         let model = self.model.bind(py);
-        let updated = optimizer.call_method1(intern!(py, "update"), (model, gradients));
+        let transformed = match &self.transform {
+            Some(transform) => transform.bind(py).call1((model, gradients)).and_then(taken),
+            None => Ok(gradients),
+        };
+        let updated = transformed.and_then(|gradients| {
+            optimizer.call_method1(intern!(py, "update"), (model, gradients))
+        });
         if let Some(calls) = calls {
             let unknown = calls.end(py)?;
             if let Some(observed) = &mut self.observed {

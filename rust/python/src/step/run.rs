@@ -232,6 +232,7 @@ impl Inner {
                 key_list: store.key_list.clone_ref(py),
                 trainable: signature.trainable.clone_ref(py),
                 roles: signature.roles.clone(),
+                transform: self.own_updates.transform().cloned(),
                 compiles: self.options.compile && self.has_compiler,
                 left_out: self.own_updates.left_out().filter(|_| leaves_out).cloned(),
                 watched: self.own_updates.list(&user.optimizer)?,

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use faststep::engine::{array::id, Needs, Rule, Task};
-use pyo3::prelude::*;
+use pyo3::{exceptions::PyTypeError, intern, prelude::*};
 
 use super::{arguments::Arguments, choose::Way, left_out::SEARCH, traces::warn, Inner};
 use crate::{
@@ -45,6 +45,7 @@ impl Stands {
 /// Progress towards leaving updates out.
 #[derive(Default)]
 pub struct Updates {
+    transform: Option<Rc<Py<PyAny>>>, // of the gradients
     listed: Option<Rc<WatchList>>,
     stands: Option<Stands>,
     fits: bool,   // true if what stands is valid at this step
@@ -57,6 +58,7 @@ pub struct Updates {
 
 impl Refers for Updates {
     fn visit(&self, collector: &mut Collector<'_>) -> Visited {
+        self.transform.visit(collector)?;
         self.listed
             .as_ref()
             .map_or(Ok(()), |list| list.visit(collector))
@@ -64,6 +66,29 @@ impl Refers for Updates {
 }
 
 impl Updates {
+    /// Updates by gradients that the option `transform` returns.
+    ///
+    /// # Errors
+    /// `TypeError` where it cannot be called.
+    pub fn read(options: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let given = options.getattr(intern!(options.py(), "transform"))?;
+        if !given.is_none() && !given.is_callable() {
+            let got = given.get_type().fully_qualified_name()?;
+            return Err(PyTypeError::new_err(format!(
+                "transform: expected a function `transform(model, gradients)` or None, got {got}"
+            )));
+        }
+        Ok(Self {
+            transform: (!given.is_none()).then(|| Rc::new(given.unbind())),
+            ..Self::default()
+        })
+    }
+
+    /// The function that is called with the model and the gradients before the optimizer.
+    pub fn transform(&self) -> Option<&Rc<Py<PyAny>>> {
+        self.transform.as_ref()
+    }
+
     /// The update in place of a call.
     pub fn left_out(&self) -> Option<&Rc<LeftOutUpdate>> {
         let stands = self.stands.as_ref().filter(|_| self.fits);
@@ -111,7 +136,8 @@ impl Inner {
         take: Take<'py>,
     ) -> PyResult<Prepared<'py>> {
         let takes_state = self.own_updates.stands.is_some() && self.traces.stand();
-        store.set_takes_state(user.py(), takes_state)?;
+        let transforms = self.own_updates.transform.is_some();
+        store.set_own_update(user.py(), takes_state, transforms)?;
         let prepared = take(store, &user.model, &user.optimizer, self.needs(task))?;
         store.give_max_norm(self.options.max_grad_norm);
         let own = &mut self.own_updates;
@@ -144,7 +170,9 @@ impl Inner {
             return Ok(());
         }
         let (Some(update), Some(tree)) = (observed.update, observed.tree) else {
-            return Ok(()); // its graph was a new one
+            let reason = || "has computed something else at each call so far".into();
+            self.own_updates.reason.get_or_insert_with(reason); // its graph was a new one
+            return Ok(());
         };
         let own = &mut self.own_updates;
         if let Some(stands) = &own.stands {
@@ -181,7 +209,8 @@ impl Inner {
             }
             return Ok(());
         }
-        match search_update(&user.optimizer, &user.model, SEARCH)? {
+        let transform = own.transform.as_deref();
+        match search_update(&user.optimizer, &user.model, transform, SEARCH)? {
             Ok(list) => own.listed = Some(Rc::new(list)),
             Err(reason) => {
                 own.refuse(reason);

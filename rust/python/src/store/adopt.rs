@@ -68,8 +68,8 @@ impl Store {
         } else {
             Engine::new
         };
-        let native = if has_own_methods(model, &["update"]) {
-            None // the optimizer's `update` calls that
+        let native = if self.transforms || has_own_methods(model, &["update"]) {
+            None // the optimizer's `update` is called, and calls that of the model
         } else {
             self.native(optimizer, &signature, &trainable)?
         };
@@ -160,7 +160,16 @@ impl Store {
         }
         let class = class_name(optimizer)?;
         if let Some(reason) = reason {
-            return Ok(format!("the update of the optimizer ({class}) {reason}"));
+            let what = match self.transforms {
+                true => "the transform of the gradients, or ",
+                false => "",
+            };
+            return Ok(format!(
+                "{what}the update of the optimizer ({class}) {reason}"
+            ));
+        }
+        if self.transforms {
+            return Ok("a function transforms the gradients".into());
         }
         if !signature.doubles().is_empty() && children(optimizer).is_some() {
             return Ok(format!(

@@ -82,6 +82,14 @@ impl<T: Send + Sync + 'static> Ahead<T> {
         }
     }
 
+    /// Return whether the job of that number has been done, with a result that is good or has been taken.
+    pub fn has(&self, number: u128, is_good: impl Fn(&T) -> bool) -> bool {
+        let state = self.lock();
+        let waits = state.queue.iter().any(|(other, _)| *other == number);
+        let done = state.done.get(&number);
+        !waits && done.is_none_or(|done| done.as_deref().is_some_and(is_good))
+    }
+
     /// Leave what nobody has begun, and wait for the rest.
     pub fn end(&self) {
         let mut state = self.lock();

@@ -37,6 +37,12 @@ impl<'a> Command<'a> {
         format!("{BEGIN}{flags} {options} \"{source}\" -o \"{library}{END}")
     }
 
+    /// MLX's command for other files.
+    pub fn of(&self, source: &Path, library: &Path) -> String {
+        let (options, source, library) = (self.options, source.display(), library.display());
+        format!("{BEGIN}{options} \"{source}\" -o \"{library}{END}")
+    }
+
     /// The command that precompiles a header for this one with the same flags.
     pub fn of_header(&self, flags: &str, source: &Path, result: &Path) -> String {
         let (options, source, result) = (self.options, source.display(), result.display());

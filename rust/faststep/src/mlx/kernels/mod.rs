@@ -35,6 +35,7 @@ mod compile;
 mod compiler;
 mod cuda;
 mod header;
+mod later;
 mod nvrtc;
 mod seal;
 mod source;
@@ -104,6 +105,7 @@ pub fn bind() -> Result<bool, RebindError> {
         name if name == TEMP_DIRECTORY_PATH => temp_directory_path,
         _ => None,
     })?;
+    later::begin();
     Ok(true)
 }
 
@@ -133,9 +135,12 @@ unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut 
     // SAFETY: popen's caller passes a string that ends with a NUL.
     let text = unsafe { CStr::from_ptr(command) }.to_str();
     let ours = text.ok().and_then(Command::parse);
+    if ours.as_ref().is_some_and(later::is_refused) {
+        return ptr::null_mut();
+    }
     COMPILED.fetch_add(usize::from(ours.is_some()), Ordering::Relaxed);
     let ours = ours.filter(|it| store::holds(it.source) && store::holds(it.library));
-    let done = ours.is_some_and(|it| compile::compile(&it).is_ok());
+    let done = ours.is_some_and(|it| later::take(&it) || compile::compile(&it).is_ok());
     // `:` is a no-op that succeeds
     let command = if done { c":".as_ptr() } else { command };
     // SAFETY: both are strings that end with a NUL.
@@ -144,7 +149,12 @@ unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut 
 
 /// Finds the store for native/cpu/kernels.cpp.
 unsafe extern "C" fn find(path: *mut c_char, size: usize) -> bool {
-    let store = store::open().and_then(|it| CString::new(it.into_os_string().into_vec()).ok());
+    let found = if later::looks() {
+        store::opened()
+    } else {
+        store::open()
+    };
+    let store = found.and_then(|it| CString::new(it.into_os_string().into_vec()).ok());
     let Some(store) = store.filter(|it| it.count_bytes() < size) else {
         return false;
     };

@@ -23,6 +23,7 @@ use super::{compiler, is_writable, may_hold_libraries, mlx_version, seal, user};
 
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
+static OPENED: Mutex<Option<PathBuf>> = Mutex::new(None); // the directory that was found last
 static WHOLE: Mutex<Option<Whole>> = Mutex::new(None);
 
 /// Age of a compiler's file from which on it is abandoned.
@@ -62,7 +63,21 @@ pub fn open() -> Option<PathBuf> {
             (make(place) && make(&store) && ready(&store)).then_some(store)
         })
     });
-    shared.or_else(|| own().filter(|own| ready(own)))
+    let found = shared.or_else(|| own().filter(|own| ready(own)));
+    OPENED
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .clone_from(&found);
+    found
+}
+
+/// The same, as it was opened last: what has come since was whole when it got its name.
+pub fn opened() -> Option<PathBuf> {
+    let last = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    last.clone().or_else(|| {
+        drop(last);
+        open()
+    })
 }
 
 /// The directory for what NVRTC makes for this MLX and that device, made where it is missing; `None` where no place can be

@@ -1,0 +1,161 @@
+// MLX has a compiler make a library of each fused kernel when it is first needed: a second of g++ before a kernel's first result. Here
+// a kernel that is in no library yet is computed block by block, with the same bits. One that is needed again and again is compiled
+// meanwhile, and takes over once it is there.
+#include "cpu/blocks/blocks.hpp"
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "mlx/primitives.h"
+#include "cpu/blocks/program.hpp"
+#include "cpu/replay/task.hpp"
+#include "ffi.hpp"
+#include "graph/kernel.hpp"
+#include "graph/visit.hpp"
+#include "status.hpp"
+
+namespace faststep {
+
+namespace {
+
+// Whether the library of that number has been made; null: no kernel is computed in blocks.
+bool (*is_made)(uint64_t number) = nullptr;
+
+constexpr int patience = 16; // evaluations, from which on a compiler's second pays
+constexpr int most_axes = 16;
+
+// What MLX's call of the compiler comes to, on this thread.
+struct Call {
+  KernelCall way = KernelCall::compile;
+  bool is_refused = false;
+  uint64_t number = 0; // of the library that has been asked for
+};
+
+thread_local Call call;
+
+class InBlocks : public mx::Compiled {
+ public:
+  InBlocks(mx::Compiled& kernel, std::shared_ptr<const blocks::Program> program)
+      : Compiled(
+            kernel.stream(),
+            kernel.*arrays_of_kernel()[0],
+            kernel.*arrays_of_kernel()[1],
+            kernel.*arrays_of_kernel()[2],
+            kernel.*constants_of_kernel()),
+        program_(std::move(program)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    bool is_kept = tasks::recording() != nullptr; // as a task that is called again and again
+    if (is_kept || outputs[0].ndim() > most_axes) {
+      return Compiled::eval_cpu(inputs, outputs);
+    }
+    ++evaluations_;
+    if (!is_compiled_ && (evaluations_ == 1 || evaluations_ == patience)) {
+      if (computes(evaluations_ == 1 ? KernelCall::look : KernelCall::ask, inputs, outputs)) {
+        is_compiled_ = true;
+        return;
+      }
+    } else if (evaluations_ > patience && !is_compiled_) {
+      is_compiled_ = is_made(asked_);
+    }
+    if (is_compiled_) {
+      return Compiled::eval_cpu(inputs, outputs);
+    }
+    blocks::Program::dispatch(program_, inputs, outputs, stream());
+  }
+
+ private:
+  // Whether MLX has a library of the kernel, and so has computed it. It allocates nothing before it calls the compiler.
+  bool computes(KernelCall way, const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+    call = {way};
+    bool done = true;
+    try {
+      Compiled::eval_cpu(inputs, outputs);
+    } catch (const std::runtime_error&) {
+      if (!call.is_refused) {
+        call = {};
+        throw;
+      }
+      asked_ = call.number;
+      done = false;
+    }
+    call = {};
+    return done;
+  }
+
+  std::shared_ptr<const blocks::Program> program_;
+  int evaluations_ = 0;
+  uint64_t asked_ = 0; // the library's number
+  bool is_compiled_ = false;
+};
+
+void take_blocks(mx::array a, std::unordered_set<std::uintptr_t>& seen) {
+  auto is_new = [&seen](const mx::array& array) {
+    return array.has_primitive() && array.status() == mx::array::Status::unscheduled && !seen.contains(array.id());
+  };
+  visit(a, is_new, [&](const mx::array& array) {
+    if (is_new(array)) {
+      auto kernel = in_blocks(array.primitive_ptr());
+      for (auto& out : array.outputs()) {
+        seen.insert(out.id());
+        out.primitive_ptr() = kernel;
+      }
+    }
+  });
+}
+
+} // namespace
+
+std::shared_ptr<mx::Primitive> in_blocks(const std::shared_ptr<mx::Primitive>& kernel) {
+  bool is_one = is_made != nullptr && typeid(*kernel) == typeid(mx::Compiled) && kernel->device() == mx::Device::cpu;
+  if (!is_one) {
+    return kernel;
+  }
+  struct Made {
+    std::weak_ptr<mx::Primitive> of;
+    std::shared_ptr<mx::Primitive> kernel;
+  };
+  // never destroyed: as in casts.cpp
+  static thread_local auto& all = *new std::unordered_map<const mx::Primitive*, Made>();
+  auto found = all.find(kernel.get());
+  if (found == all.end() || found->second.of.expired()) {
+    std::erase_if(all, [](const auto& item) { return item.second.of.expired(); });
+    auto& compiled = static_cast<mx::Compiled&>(*kernel);
+    auto program = blocks::Program::of(compiled);
+    auto made = program ? std::make_shared<InBlocks>(compiled, std::move(program)) : kernel;
+    found = all.insert_or_assign(kernel.get(), Made{kernel, std::move(made)}).first;
+  }
+  return found->second.kernel;
+}
+
+} // namespace faststep
+
+void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept {
+  if (faststep::blocks::can_loop()) {
+    faststep::is_made = is_made;
+  }
+}
+
+int faststep_blocks(const void* const* arrays, size_t count) {
+  return faststep::guarded([&] {
+    std::unordered_set<std::uintptr_t> seen;
+    for (size_t i = 0; faststep::is_made != nullptr && i < count; ++i) {
+      faststep::take_blocks(faststep::at(arrays[i]), seen);
+    }
+  });
+}
+
+faststep::KernelCall faststep_kernel_call() noexcept {
+  return faststep::call.way;
+}
+
+void faststep_kernel_refused(uint64_t number) noexcept {
+  faststep::call.is_refused = true;
+  faststep::call.number = number;
+}

@@ -1,0 +1,90 @@
+//! Kernels that are compiled while they are computed in blocks (`native/cpu/blocks`): MLX's call of the compiler is refused, and what it
+//! would have compiled is compiled by a thread. The call after that finds the library.
+
+use std::{
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    path::{Path, PathBuf},
+    process,
+    sync::{atomic::Ordering, LazyLock},
+};
+
+use super::{ahead::Ahead, command::Command, compile::compile, COMPILED};
+use crate::mlx::ffi::{
+    faststep_blocks_begin, faststep_kernel_call, faststep_kernel_refused, KERNEL_ASK, KERNEL_LOOK,
+};
+
+static AHEAD: LazyLock<Ahead<io::Result<PathBuf>>> = LazyLock::new(Ahead::new);
+
+/// How much less of a processor than the step the compiler gets: Unix's nice value.
+const NICE: i32 = 10;
+
+/// Have kernels computed in blocks from now on.
+pub fn begin() {
+    // SAFETY: the function is never unloaded.
+    unsafe { faststep_blocks_begin(is_made) };
+}
+
+/// Return whether MLX is only to say whether it has a library of a kernel.
+pub fn looks() -> bool {
+    // SAFETY: no conditions.
+    unsafe { faststep_kernel_call() == KERNEL_LOOK }
+}
+
+/// Return whether MLX only asks for a kernel: no compiler runs then, and its call is to fail.
+pub fn is_refused(command: &Command) -> bool {
+    // SAFETY: no conditions, as below.
+    let call = unsafe { faststep_kernel_call() };
+    if call != KERNEL_LOOK && call != KERNEL_ASK {
+        return false;
+    }
+    let text = fs::read_to_string(command.source);
+    _ = fs::remove_file(command.source);
+    let number = match text {
+        Ok(text) if call == KERNEL_ASK => ask(command, text),
+        _ => 0,
+    };
+    unsafe { faststep_kernel_refused(number) };
+    true
+}
+
+/// Put the library that has been asked for where this command is to make it; false where there is none.
+pub fn take(command: &Command) -> bool {
+    let Ok(text) = fs::read_to_string(command.source) else {
+        return false;
+    };
+    match AHEAD.take(number_of(&text).into()).as_deref() {
+        Some(Ok(library)) => fs::rename(library, command.library).is_ok(),
+        Some(Err(_)) | None => false,
+    }
+}
+
+fn number_of(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
+fn ask(command: &Command, text: String) -> u64 {
+    let number = number_of(&text);
+    let folder = command.library.parent().unwrap_or(Path::new("."));
+    let source = folder.join(format!("tmp_{}_{number:016x}.cpp", process::id()));
+    let library = source.with_extension("so");
+    let command = command.of(&source, &library);
+    AHEAD.ask(number.into(), move || {
+        COMPILED.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: no conditions; it is the calling thread's, and the compiler's that it starts
+        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+        fs::write(&source, text)?;
+        let parsed = Command::parse(&command).ok_or(io::ErrorKind::InvalidInput)?;
+        let done = compile(&parsed);
+        _ = fs::remove_file(&source);
+        done.map(|()| library)
+    });
+    number
+}
+
+extern "C" fn is_made(number: u64) -> bool {
+    AHEAD.has(number.into(), Result::is_ok)
+}
