@@ -173,11 +173,14 @@ def test_what_it_must_be() -> None:
 
 def test_a_function_that_holds_its_step_goes_with_it() -> None:
     row = Row("mlp", "adamw")
-    held: list[Any] = []
-    step = Step(*row.new(), row.case.loss_fn, transform=lambda model, gradients: gradients if held else {})
-    held.append(step)
-    step(*row.case.batches(1)[0])
-    gone = weakref.ref(step)
-    del step, held
+    steps: list[Step] = []
+
+    def transform(model: nn.Module, gradients: Tree, steps: list[Step] = steps) -> Tree:
+        return gradients if steps else {}
+
+    steps.append(Step(*row.new(), row.case.loss_fn, transform=transform))
+    steps[0](*row.case.batches(1)[0])
+    gone = weakref.ref(steps[0])
+    del steps, transform
     gc.collect()
     assert gone() is None

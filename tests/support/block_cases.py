@@ -1,4 +1,4 @@
-"""Losses of element-wise operations: what fused kernels compute before a compiler has made them, beside MLX operation by operation."""
+"""Losses of element-wise operations, in fused kernels that are not compiled and operation by operation."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def test_a_folder_that_is_not_empty_is_left_alone(project: Path, tmp_path: Path)
     (project / "model.py").write_text("mine")
     text = faststep("new", project, status=2).stderr
     assert text.splitlines() == [
-        f"faststep: {project}: expected a new or empty folder, found .gitignore, README.md, config.yaml and 5 more in it"
+        f"faststep: {project}: expected a new or empty folder, found .gitignore, README.md, config.yaml and 5 more "
+        "in it"
     ]
     assert (project / "model.py").read_text() == "mine"
     (tmp_path / "file").write_text("mine")

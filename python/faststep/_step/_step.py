@@ -109,10 +109,10 @@ class Step:
                 parameters' own dtype.
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
-            transform: `transform(model, gradients)` returns the gradients that the optimizer takes: for clipping by layer,
-                masks, noise or centralisation. It gets the tree of `model.trainable_parameters()`, averaged over the
-                window and clipped, and may leave some out. It is called once an update, as an optimizer of your own is,
-                or left out with the loss (docs/what_is_compiled.md). `grad_norm` is that before it. None: none.
+            transform: `transform(model, gradients)` returns the gradients that the optimizer takes: for clipping by
+                layer, masks, noise or centralisation. It gets the tree of `model.trainable_parameters()`, averaged over
+                the window and clipped, and may leave some out. It is called once an update, as an optimizer of your
+                own is, or left out with the loss (docs/what_is_compiled.md). `grad_norm` is that before it. None: none.
             compile: Compile the step. Without, each is evaluated operation by operation.
             replay: Record a step once and launch it again: as one CUDA graph, or on a CPU as a list of tasks that the
                 calling thread runs. "auto" (the default): on CUDA a trace that MLX has evaluated a few times is

@@ -105,7 +105,7 @@ _OWN_TYPES = {"compute_dtype": Literal["bfloat16", "float16", "float32"] | None}
 
 
 def _options() -> dict[str, Any]:
-    """Return the options of a step as fields, but for the function: their types with their ranges, and their defaults."""
+    """Return the options of a step but for `transform` as fields: their types, ranges and defaults."""
     fields: dict[str, Any] = {}
     kinds = get_type_hints(Options, include_extras=True) | _OWN_TYPES
     for name in [name for name in kinds if name != "transform"]:

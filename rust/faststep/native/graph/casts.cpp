@@ -15,7 +15,7 @@
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "cpu/blocks/blocks.hpp"
-#include "graph/kernel.hpp"
+#include "kernel.hpp"
 #include "status.hpp"
 
 namespace faststep {

@@ -126,7 +126,7 @@ pub struct Update {
     pub trainable: Py<PyAny>,
     /// The role of each array slot of the model, and the path to it.
     pub roles: Rc<Vec<(Role, Vec<String>)>>,
-    /// What is called with the model and the gradients before the optimizer; it returns those that the optimizer takes.
+    /// The function of the model and the gradients that is called before the optimizer; it returns those that the optimizer takes.
     pub transform: Option<Rc<Py<PyAny>>>,
     /// True if there is a compiler, and it may be used.
     pub compiles: bool,

@@ -45,7 +45,7 @@ impl Stands {
 /// Progress towards leaving updates out.
 #[derive(Default)]
 pub struct Updates {
-    transform: Option<Rc<Py<PyAny>>>, // of the gradients
+    transform: Option<Rc<Py<PyAny>>>, // the function that changes the gradients
     listed: Option<Rc<WatchList>>,
     stands: Option<Stands>,
     fits: bool,   // true if what stands is valid at this step

@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <typeinfo>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -16,11 +15,11 @@
 #include "cpu/blocks/program.hpp"
 #include "cpu/replay/task.hpp"
 #include "ffi.hpp"
-#include "graph/kernel.hpp"
-#include "graph/visit.hpp"
-#include "status.hpp"
+#include "kernel.hpp"
 
 namespace faststep {
+
+namespace mx = mlx::core;
 
 namespace {
 
@@ -95,21 +94,6 @@ class InBlocks : public mx::Compiled {
   bool is_compiled_ = false;
 };
 
-void take_blocks(mx::array a, std::unordered_set<std::uintptr_t>& seen) {
-  auto is_new = [&seen](const mx::array& array) {
-    return array.has_primitive() && array.status() == mx::array::Status::unscheduled && !seen.contains(array.id());
-  };
-  visit(a, is_new, [&](const mx::array& array) {
-    if (is_new(array)) {
-      auto kernel = in_blocks(array.primitive_ptr());
-      for (auto& out : array.outputs()) {
-        seen.insert(out.id());
-        out.primitive_ptr() = kernel;
-      }
-    }
-  });
-}
-
 } // namespace
 
 std::shared_ptr<mx::Primitive> in_blocks(const std::shared_ptr<mx::Primitive>& kernel) {
@@ -140,15 +124,6 @@ void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept {
   if (faststep::blocks::can_loop()) {
     faststep::is_made = is_made;
   }
-}
-
-int faststep_blocks(const void* const* arrays, size_t count) {
-  return faststep::guarded([&] {
-    std::unordered_set<std::uintptr_t> seen;
-    for (size_t i = 0; faststep::is_made != nullptr && i < count; ++i) {
-      faststep::take_blocks(faststep::at(arrays[i]), seen);
-    }
-  });
 }
 
 faststep::KernelCall faststep_kernel_call() noexcept {

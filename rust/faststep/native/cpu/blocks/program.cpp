@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "mlx/backend/cpu/encoder.h"
-#include "graph/kernel.hpp"
+#include "kernel.hpp"
 
 namespace faststep::blocks {
 
