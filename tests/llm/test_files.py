@@ -112,6 +112,20 @@ def test_all_broken_lines_are_told_at_once(folder: Path, tmp_path: Path) -> None
         tokens(file, folder, broken="skip")
 
 
+def test_records_and_complaints_keep_their_order(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records are encoded some at a time, while the next ones are read."""
+    monkeypatch.setattr(_jsonl, "_TOGETHER", 2)
+    assert tokens(write_lines(tmp_path / "a.jsonl", ROWS), folder) == [
+        tokens(write_lines(tmp_path / f"{number}.jsonl", [row]), folder)[0] for number, row in enumerate(ROWS)
+    ]
+    bad = [{"text": "one two three " * 100}, {"txt": "b"}, {"text": "fine"}, {"text": ""}, [1]]
+    with pytest.raises(ValueError, match="file: 4 lines cannot be trained on") as error:
+        tokens(write_lines(tmp_path / "b.jsonl", bad), folder)
+    assert [line.strip().removeprefix(f"{tmp_path / 'b.jsonl'}:")[0] for line in str(error.value).splitlines()[1:]] == [
+        *"1245"
+    ]
+
+
 def test_what_is_too_long_is_counted(folder: Path, tmp_path: Path) -> None:
     chats = [[["Hi " * 60, "Yes."]] * 3, [["Hi", "a b c " * 30]] * 2, [["Hi", "Yes."]] * 4]
     records = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +16,9 @@ from faststep.mlx_lm._chat import TrainOn
 from faststep.mlx_lm._folder import find_folder, longest, read_config, read_tokenizer
 from faststep.mlx_lm._layouts import KEYS
 from faststep.mlx_lm._progress import Progress
-from faststep.mlx_lm._records import Split, find_files, read
+from faststep.mlx_lm._records import Read, Split, find_files, read
 from faststep.mlx_lm._samples import Samples
-from faststep.mlx_lm._tokens import Draft, Encoder
+from faststep.mlx_lm._tokens import Draft, Encoder, Sample
 
 _TOGETHER = 1024  # records that are encoded at once
 _LONG = 2.0  # seconds of encoding that are worth a file
@@ -96,23 +97,30 @@ class Jsonl(Sequence[Item]):
         except ValueError as error:
             raise ValueError(str(error).replace("path: ", "tokenizer: ", 1)) from None
         encoder = Encoder(loaded, options["train_on"], options["template"], options["keys"])
-        samples = self._samples
         progress = Progress(", ".join(each.name for each in files[:3]) + (", ..." if len(files) > 3 else ""))
-        records = read(files)
-        while together := list(itertools.islice(records, _TOGETHER)):
-            drafts: list[tuple[str, Draft]] = []
-            for each in together:
-                try:
-                    if each.record is None:
-                        raise ValueError(each.problem)
-                    drafts += [(each.where, draft) for draft in encoder.drafts(each.record)]
-                except ValueError as error:
-                    samples.add_broken(each.where, str(error))
-            for (where, draft), sample in zip(drafts, encoder.encode([draft for _, draft in drafts]), strict=True):
-                samples.add(where, sample, draft.left_out)
-            samples.check()
-            progress.tell(len(samples), together[-1].done)
-        samples.finish(files)
+        records, before = read(files), None
+        with ThreadPoolExecutor(1) as pool:  # texts become tokens, without the GIL, while templates write the next ones
+            while together := list(itertools.islice(records, _TOGETHER)):
+                found = [draft for each in together for draft in _drafts(encoder, each)]
+                texts = [draft for _, draft in found if isinstance(draft, Draft)]
+                coming = pool.submit(encoder.encode, texts)
+                if before is not None:
+                    self._take(*before)
+                    progress.tell(len(self._samples), together[-1].done)
+                before = found, coming
+            if before is not None:
+                self._take(*before)
+        self._samples.finish(files)
+
+    def _take(self, found: list[tuple[str, Draft | str]], coming: Future[list[Sample]]) -> None:
+        """Take up what was found of some records, in their order; wait for their tokens."""
+        samples = iter(coming.result())
+        for where, draft in found:
+            if isinstance(draft, Draft):
+                self._samples.add(where, next(samples), draft.left_out)
+            else:
+                self._samples.add_broken(where, draft)
+        self._samples.check()
 
     @property
     def lengths(self) -> np.ndarray[Any, Any]:
@@ -124,6 +132,16 @@ class Jsonl(Sequence[Item]):
 
     def __getitem__(self, index: int) -> Item:  # type: ignore[override]
         return self._samples[index]
+
+
+def _drafts(encoder: Encoder, read: Read) -> list[tuple[str, Draft | str]]:
+    """Return the texts of a record with its place, or what is wrong with it."""
+    try:
+        if read.record is None:
+            raise ValueError(read.problem)
+        return [(read.where, draft) for draft in encoder.drafts(read.record)]
+    except ValueError as error:
+        return [(read.where, str(error))]
 
 
 def _limit(folder: Path, max_length: int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,16 +68,15 @@ class Encoder:
             return [Draft(found.completion, before=found.prompt) if masked else Draft(found.prompt + found.completion)]
         return [Draft(found.text)]
 
-    def encode(self, drafts: Sequence[Draft]) -> Iterator[Sample]:
-        """Yield the tokens of texts; many at once are encoded in parallel."""
+    def encode(self, drafts: Sequence[Draft]) -> list[Sample]:
+        """Return the tokens of texts; many at once are encoded in parallel."""
         alone = [each.plain and not each.before and not begins(self._tokenizer, each.text) for each in drafts]
         made: dict[int, tuple[list[int], Any]] = {}
         for special in (False, True):
             numbers = [i for i, each in enumerate(alone) if each == special]
             texts = [drafts[i].text for i in numbers]
             made |= zip(numbers, self._encoded(texts, special), strict=True)
-        for i, draft in enumerate(drafts):
-            yield self._sample(draft, *made[i])
+        return [self._sample(draft, *made[i]) for i, draft in enumerate(drafts)]
 
     def _encoded(self, texts: list[str], special: bool) -> list[tuple[list[int], Any]]:
         """Return tokens of texts, each with what tells the place of a character, where the tokenizer knows it."""
@@ -86,7 +85,7 @@ class Encoder:
         plain = self._tokenizer._tokenizer
         if not plain.is_fast:
             return [(list(plain.encode(each, add_special_tokens=special)), None) for each in texts]
-        found = plain(texts, add_special_tokens=special)
+        found = plain(texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)
         return list(zip(found["input_ids"], found.encodings, strict=True))
 
     def _sample(self, draft: Draft, tokens: list[int], places: Any) -> Sample:
