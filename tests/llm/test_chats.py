@@ -43,6 +43,15 @@ TEMPLATES = {
     + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
     + "{% else %}{{ m['content'] + '<|end|>\n' }}{% endif %}{% endfor %}"
     + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    # the generation prompt ends with a space, which is the beginning of a token of the answer
+    "spaced": "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
+    + "{% if add_generation_prompt %}assistant: {% endif %}",
+    # writes neither other roles than two nor an end
+    "endless": "{% for m in messages if m.role in ('user', 'assistant') %}"
+    + "{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    + "{% if add_generation_prompt %}assistant:{% endif %}",
+    # begins a thought of its own, whatever the answer has
+    "thinks": HEAD + "{% if m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content }}" + FOOT,
     "parts": HEAD + "{% for p in m['content'] %}{{ p.text }}{% endfor %}" + FOOT,
     "calls": HEAD
     + "{{ m['content'] }}{% for c in m.tool_calls or [] %}"
@@ -140,6 +149,16 @@ CASES: list[tuple[str, str, list[Any], list[list[str]]]] = [
     ("marks", "assistant", TURNS, [["Hello you.<|end|>", "Another one.<|end|>"]]),
     ("marks", "last", TURNS, [["Another one.<|end|>"]]),
     ("parts", "last", TURNS, [["Another one.<|end|>\n"]]),
+    ("marks", "assistant", [user("Hi"), answer("No.", weight=0), *TURNS[2:]], [["Another one.<|end|>"]]),
+    (
+        "marks",
+        "assistant",
+        [*HI, user("a"), answer("No.", train=False), *TURNS[2:]],
+        [["Hello you.<|end|>\n", "Another one.<|end|>\n"]],
+    ),
+    ("spaced", "last", [user("Hi"), answer("b")], [[" b<|end|>"]]),  # a token with the prompt's last character in it
+    ("opens", "last", [user("Hi"), answer("So.\n</think>\n\nHello.")], [["So.\n</think>\n\nHello.<|end|>\n"]]),
+    ("opens", "last", [user("Hi"), answer("<think>\nSo.\n</think>\nNo.")], [["So.\n</think>\n\nNo.<|end|>\n"]]),
 ]
 
 
@@ -192,7 +211,10 @@ def test_tool_calls(folder: Path, tmp_path: Path, name: str, content: dict[str, 
     [
         ("plain", [user("Hi"), answer("", tool_calls=[CALL])], "writes no tool calls, and the chat calls 'get'"),
         ("plain", [user("Hi"), answer([{"type": "image_url", "image_url": "x"}])], "got one of type 'image_url'"),
-        ("plain", [user("Hi"), answer("a", weight=0)], "no answer in it has a weight"),
+        ("plain", [user("Hi"), answer("a", weight=0)], "a.jsonl:1: no answer in it has a weight"),
+        ("plain", [user("Hi"), answer("a", weight=0.5)], "weight: expected 0 or 1, whether the answer counts, got 0.5"),
+        ("plain", [user(None), answer("a")], "expected a content in each message of role 'user', found none in one"),
+        ("thinks", [user("Hi"), answer("<think>So.</think>a")], "an empty thought before that of the answer"),
         ("plain", [user("Hi"), answer("", tool_calls=[{**CALL, "arguments": "{"}])], "get: arguments: no JSON"),
         ("{{ messages[0].content }}", HI, "the chat template leaves out the answer"),
         ("{{ raise_exception('no systems') }}", HI, "the chat template refuses it: no systems"),
@@ -219,6 +241,17 @@ def test_what_the_template_leaves_out_is_told(folder: Path, tmp_path: Path) -> N
     assert Jsonl(file, folder, cache=False).summary["left_out"] == [
         f"1 with thoughts that the chat template leaves out, the first: {file}:1",
         f"1 with tools that the chat template leaves out, the first: {file}:2",
+    ]
+    with_template(folder, TEMPLATES["endless"])
+    file = write_lines(tmp_path / "c.jsonl", [{"messages": [{"role": "developer", "content": "Brief."}, *HI]}])
+    assert Jsonl(file, folder, cache=False).summary["left_out"] == [
+        f"1 with messages that the chat template leaves out, the first: {file}:1",
+        f"1 without a token of the end behind the answer: a model learns no end from them, the first: {file}:1",
+    ]
+    with_template(folder, TEMPLATES["plain"])
+    file = write_lines(tmp_path / "d.jsonl", [{"messages": HI}, {"messages": [user("Hi<|end|><|user|>"), HI[1]]}])
+    assert Jsonl(file, folder, cache=False).summary["left_out"] == [
+        f"1 with special tokens written in a message, which are read as such, the first: {file}:2"
     ]
 
 
@@ -273,6 +306,9 @@ def test_layouts_with_more(folder: Path, tmp_path: Path) -> None:
         '<|user|>\nHi<|end|>\n<|assistant|>\n<call>get {"city": "Paris"}</call><|end|>\n'
         "<|assistant|>\nIt is 12.<|end|>",
     ]
+    with_template(folder, TEMPLATES["marks"])
+    record = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    assert trained(folder, record, tmp_path) == [["Another one.<|end|>"]]  # marked answers of the prompt are none
     assert (samples[2]["targets"] != -100).sum() > (samples[1]["targets"] != -100).sum()  # the call is an answer too
 
 

@@ -251,3 +251,9 @@ def test_commands_refuse_before_training(folder: Path, tmp_path: Path) -> None:
     assert "pip install 'mlx-faststep[llm]'" in missing.stderr
     assert "Traceback" not in missing.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_tokens_of_the_end_are_those_of_the_generation_config_too(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert load(tmp_path / "model").origin.tokenizer.eos_token_ids >= {1, 7}

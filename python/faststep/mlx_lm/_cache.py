@@ -17,7 +17,7 @@ import numpy as np
 from faststep._files import cache_folder, replacing
 from faststep.mlx_lm._samples import Samples
 
-_FORM = 1  # of the files, and of what makes them: another one is another file
+_FORM = 2  # of the files, and of what makes them: another one is another file
 _DAYS = 30  # without use, after which a file is removed
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".npz")
 

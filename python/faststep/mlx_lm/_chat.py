@@ -26,7 +26,8 @@ class Span(NamedTuple):
     Attributes:
         start: Where it begins.
         stop: Where it ends.
-        strict: Whether a token that begins before it is none of it: the prompt ends in that token.
+        strict: Whether a token that begins before it, and has nothing but space of it, is none of it: the prompt ends
+            in that token.
     """
 
     start: int
@@ -40,12 +41,13 @@ class Rendered(NamedTuple):
     Attributes:
         text: The text.
         spans: What of it is trained on; None: all.
-        left_out: What the template has left out: "thoughts", "tools".
+        notes: What there is to tell of it: "thoughts", "tools" and "messages" that the template has left out, "special"
+            tokens that were written in a message.
     """
 
     text: str
     spans: list[Span] | None
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Renderer:
@@ -64,6 +66,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, train_on: TrainOn, arguments: Mapping[str, Any]) -> None:
         self._tokenizer, self._train_on, self._arguments = tokenizer, train_on, dict(arguments)
         self._forms = list(_FORMS)  # the one that fitted last comes first
+        self._special = _special(tokenizer)
 
     def __call__(self, chat: Chat) -> list[Rendered]:
         """Write a chat: once, or for each answer that the template writes otherwise when others follow.
@@ -76,13 +79,14 @@ class Renderer:
                 "a chat needs a chat template, and the tokenizer has none: add chat_template.jinja to its folder, or "
                 "give prompt and completion"
             )
+        answers = self._answers(chat)
         problems: list[str] = []
         for form in list(self._forms):
             messages = [form(each) for each in chat.messages]
             if problems and messages == chat.messages:
                 continue
             try:
-                found, answers = self._written(messages, chat)
+                found = self._written(messages, chat, answers)
             except Exception as error:  # what a template raises is its own
                 problems.append(f"the chat template refuses it: {error}")
                 continue
@@ -97,20 +101,27 @@ class Renderer:
     def _templates(self) -> bool:
         return bool(getattr(self._tokenizer, "has_chat_template", self._tokenizer.chat_template is not None))
 
-    def _written(self, messages: list[Message], chat: Chat) -> tuple[list[Rendered], list[int]]:
-        """Write a chat; return its texts, and the numbers of the answers that are trained on."""
-        if self._train_on == "all":
-            return [_noted(self._render(messages, chat.tools), None, chat)], chat.answers
-        several = chat.given or self._train_on == "assistant"
-        answers = chat.answers if several else [i for i in chat.answers if i == len(messages) - 1]
-        if not answers:
+    def _answers(self, chat: Chat) -> list[int]:
+        """Return the numbers of the answers that are trained on."""
+        if chat.given or self._train_on != "last":
+            answers = chat.answers
+        else:
+            answers = [i for i in chat.answers if i == len(chat.messages) - 1]
+        if not answers and self._train_on != "all":
             raise ValueError("no answer in it has a weight")
-        if self._has_marks():
+        return answers
+
+    def _written(self, messages: list[Message], chat: Chat, answers: list[int]) -> list[Rendered]:
+        """Write a chat, of which these answers are trained on."""
+        if self._train_on == "all":
+            return [self._noted(self._render(messages, chat.tools), None, chat)]
+        written = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        if self._has_marks() and answers == written[-len(answers) :]:
             text, marks = self._marked(messages, chat.tools)
-            start = self._start(messages, answers[0], text, chat.tools).start if answers[0] != chat.answers[0] else 0
-            return [_noted(text, [Span(a, b, False) for a, b in marks if b > start], chat)], answers
+            start = self._start(messages, answers[0], text, chat.tools).start if answers != written else 0
+            return [self._noted(text, [Span(a, b, False) for a, b in marks if b > start], chat)]
         *earlier, last = self._by_prompts(messages, answers, chat.tools)
-        return [*(Rendered(*each) for each in earlier), _noted(*last, chat)], answers
+        return [*(Rendered(*each) for each in earlier), self._noted(*last, chat)]
 
     def _by_prompts(self, messages: list[Message], answers: list[int], tools: Any) -> list[tuple[str, list[Span]]]:
         """Write a text with all answers; those that stand in it otherwise than as the last ones have their own."""
@@ -146,6 +157,21 @@ class Renderer:
             start += _common(prompt.removeprefix(plain), text[start:])
         return Span(len(text[:start].rstrip(_OPENING)), len(text), False)
 
+    def _noted(self, text: str, spans: list[Span] | None, chat: Chat) -> Rendered:
+        """Note what the template has left out and a model could do without, the last answer's thoughts among it."""
+        last = chat.messages[-1]
+        inside = last.get("content", "").rpartition("</think>")[0].rpartition("<think>")[2]
+        thought = next((last[key] for key in _THOUGHTS if isinstance(last.get(key), str)), inside)
+        names = [each["function"]["name"] for each in chat.tools or () if isinstance(each.get("function"), dict)]
+        asked = [each.get("content", "") for each in chat.messages if each["role"] != "assistant"]
+        told = {
+            "thoughts": thought.strip() and not _has(text, thought),
+            "tools": any(name not in text for name in names),
+            "messages": not all(_has(text, each) for each in asked),
+            "special": self._special and any(self._special.search(each.get("content", "")) for each in chat.messages),
+        }
+        return Rendered(text, spans, tuple(name for name, true in told.items() if true))
+
     def _render(self, messages: list[Message], tools: Any, *, prompt: bool = False) -> str:
         return str(
             self._tokenizer.apply_chat_template(
@@ -174,15 +200,12 @@ class Renderer:
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
-def _noted(text: str, spans: list[Span] | None, chat: Chat) -> Rendered:
-    """Note what the template has left out and a model could do without; the last answer's thoughts."""
-    last = chat.messages[-1]
-    inside = last.get("content", "").rpartition("</think>")[0].rpartition("<think>")[2]
-    thought = next((last[key] for key in _THOUGHTS if isinstance(last.get(key), str)), inside)
-    names = [each["function"]["name"] for each in chat.tools or () if isinstance(each.get("function"), dict)]
-    left_out = ["thoughts"] if thought.strip() and not _has(text, thought) else []
-    left_out += ["tools"] if any(name not in text for name in names) else []
-    return Rendered(text, spans, tuple(left_out))
+def _special(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return what finds the special tokens of a tokenizer in a text; None where it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {*tokenizer.all_special_tokens, *(each.content for each in added if each.special)}
+    names -= {"<think>", "</think>"}  # which an answer may have
+    return re.compile("|".join(map(re.escape, sorted(names)))) if names else None
 
 
 def _common(one: str, other: str) -> int:
@@ -202,6 +225,11 @@ def _lost(chat: Chat, messages: list[Message], found: list[Rendered], answers: l
     text, trained = found[-1].text, "".join(map(_trained, found))
     if not all(_has(trained, chat.messages[i].get("content", "").rpartition("</think>")[2]) for i in answers):
         return "the chat template leaves out the answer, or writes it otherwise than it is"
+    apart = [messages[i].get("reasoning_content", "") for i in answers if "reasoning_content" not in chat.messages[i]]
+    if any(_is_opened(chat.messages[i].get("content", ""), text) for i in answers) or not all(
+        _has(text, each) for each in apart
+    ):
+        return "the chat template writes an empty thought before that of the answer, and takes none of its own"
     for i, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -213,6 +241,12 @@ def _lost(chat: Chat, messages: list[Message], found: list[Rendered], answers: l
     if any(str(each) in text for each in parts):
         return "the chat template writes a list of parts as Python does"
     return None
+
+
+def _is_opened(content: str, text: str) -> bool:
+    """Return whether an answer with a thought has another one before it, which the template has written."""
+    own = content.strip()[:_TAIL]
+    return "</think>" in content and re.search(rf"<think>\s*</think>\s*{re.escape(own)}", text) is not None
 
 
 def _trained(found: Rendered) -> str:
@@ -231,17 +265,21 @@ def _is_written(arguments: Any, text: str) -> bool:
     return "'" in str(arguments) and str(arguments) in text
 
 
-def _form(parts: bool, as_text: bool, empty: bool) -> Callable[[Message], Message]:
+def _form(parts: bool, as_text: bool, empty: bool, apart: bool) -> Callable[[Message], Message]:
     """Return what gives a message another form, which some templates need.
 
     Args:
         parts: Its content as a list of one part.
         as_text: The arguments of its tool calls as JSON text.
         empty: An empty content where it has none.
+        apart: The thought that its content begins with as its `reasoning_content`.
     """
 
     def changed(message: Message) -> Message:
         made = dict(message)
+        if apart and "</think>" in made.get("content", "") and "reasoning_content" not in made:
+            thought, _, answer = made["content"].partition("</think>")
+            made |= {"reasoning_content": thought.rpartition("<think>")[2].strip("\n"), "content": answer.lstrip("\n")}
         if empty:
             made.setdefault("content", "")
         if parts and "content" in made:
@@ -259,4 +297,4 @@ def _calls_as_text(calls: list[Any]) -> Iterator[Any]:
         yield {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-_FORMS = [_form(*each) for each in itertools.product((False, True), repeat=3)]
+_FORMS = [_form(*each) for each in itertools.product((False, True), repeat=4)]

@@ -90,12 +90,13 @@ def read_tokenizer(folder: Path) -> Any:
         ImportError: mlx-lm is not installed.
         ValueError: There is none, or it cannot be read.
     """
-    config = read_config(folder)
+    read_config(folder)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ValueError(f"path: expected a tokenizer in {folder} ({', '.join(_TOKENIZERS[:3])}), found none")
     utils = need("mlx_lm.utils", EXTRA)
     try:
-        tokenizer = utils.load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        ends = utils.load_config(folder).get("eos_token_id")  # generation_config.json's, where it has some
+        tokenizer = utils.load_tokenizer(folder, eos_token_ids=ends)
         tokenizer.model_max_length = 10**30  # no warning about long texts: datasets say what becomes of them
         return tokenizer
     except Exception as error:  # of as many kinds as there are tokenizers

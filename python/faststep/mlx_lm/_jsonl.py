@@ -117,7 +117,7 @@ class Jsonl(Sequence[Item]):
         samples = iter(coming.result())
         for where, draft in found:
             if isinstance(draft, Draft):
-                self._samples.add(where, next(samples), draft.left_out)
+                self._samples.add(where, next(samples))
             else:
                 self._samples.add_broken(where, draft)
         self._samples.check()

@@ -30,6 +30,8 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+_ASKING = ("system", "developer", "user")
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # of an answer, by which it counts or not
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -170,8 +172,12 @@ def _message(message: Any, name: str) -> Message:
         raise ValueError(f"{name}: expected a list of objects with role and content")
     made = {key: each for key, each in message.items() if each is not None}
     made["role"] = _ROLES.get(made["role"], made["role"])
+    if made["role"] in _ASKING and "content" not in made:
+        raise ValueError(f"{name}: expected a content in each message of role {made['role']!r}, found none in one")
     if "content" in made:
         made["content"] = _content(made["content"])
+    if odd := [key for key in _WEIGHTS if made.get(key, 1) not in (0, 1)]:
+        raise ValueError(f"{name}: {odd[0]}: expected 0 or 1, whether the answer counts, got {made[odd[0]]!r}")
     if calls := made.pop("tool_calls", None):
         made["tool_calls"] = [_call(each) for each in calls]
     return made
@@ -238,5 +244,6 @@ def _chat(messages: list[Message], tools: Any, first: int = 0) -> Chat:
 
 
 def _is_left_out(message: Message) -> bool:
-    """Return whether an answer is not to be trained on: it is empty, or has a weight of 0 (OpenAI's layout)."""
-    return message.get("weight") == 0 or not (message.get("content") or message.get("tool_calls"))
+    """Return whether an answer is not to be trained on: it is empty, or says so, as OpenAI's `weight: 0` does."""
+    counts = all(message.get(key, 1) for key in _WEIGHTS)
+    return not counts or not (message.get("content") or message.get("tool_calls"))

@@ -18,6 +18,9 @@ _NOTES = {
     "broken": "broken: skipped (broken: skip)",
     "thoughts": "with thoughts that the chat template leaves out",
     "tools": "with tools that the chat template leaves out",
+    "messages": "with messages that the chat template leaves out",
+    "special": "with special tokens written in a message, which are read as such",
+    "unended": "without a token of the end behind the answer: a model learns no end from them",
 }
 
 
@@ -41,9 +44,9 @@ class Samples:
         self._targets: list[np.ndarray[Any, Any]] = []
         self._ends: np.ndarray[Any, Any] = np.zeros(1, dtype=np.int64)
 
-    def add(self, where: str, sample: Sample, left_out: tuple[str, ...]) -> None:
+    def add(self, where: str, sample: Sample) -> None:
         """Take up a sample."""
-        tokens, trained = sample
+        tokens, trained, notes = sample
         inputs = len(tokens) - 1
         long = self.limit is not None and inputs > self.limit
         if long and self._longer == "refuse":
@@ -62,7 +65,7 @@ class Samples:
             else:
                 self.add_broken(where, "expected tokens to train on, found none: is its answer empty?")
             return
-        for name in ("cut",) * long + left_out:
+        for name in ("cut",) * long + notes:
             self._note(name, where)
         self._tokens.append(tokens[:-1])
         self._targets.append(targets)

@@ -11,6 +11,7 @@ from faststep.mlx_lm._chat import Renderer, Span, TrainOn
 from faststep.mlx_lm._layouts import Chat, Pair, laid_out
 
 IGNORED = -100
+_LAST = 4  # tokens of a chat, one of which is to be a token of the end
 
 
 class Draft(NamedTuple):
@@ -21,21 +22,22 @@ class Draft(NamedTuple):
         spans: What of it is trained on; None: all.
         before: What stands before it, tokens of its own that are not trained on.
         plain: Whether it is no chat: the tokenizer's first token comes before it, and the token of the end behind it.
-        left_out: What the chat template has left out.
+        notes: What there is to tell of it.
     """
 
     text: str
     spans: list[Span] | None = None
     before: str = ""
     plain: bool = True
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Sample(NamedTuple):
-    """Tokens, and which of them are trained on: int32 and bool [length]."""
+    """Tokens, and which of them are trained on: int32 and bool [length]; and what there is to tell of them."""
 
     tokens: np.ndarray[Any, Any]
     trained: np.ndarray[Any, Any]
+    notes: tuple[str, ...] = ()
 
 
 class Encoder:
@@ -53,6 +55,7 @@ class Encoder:
         self._render = Renderer(tokenizer, train_on, template)
         self._templated = bool(tokenizer.has_chat_template)
         self._end: int | None = tokenizer.eos_token_id
+        self._ends = frozenset(tokenizer.eos_token_ids)
 
     def drafts(self, record: Mapping[str, Any]) -> list[Draft]:
         """Return the texts of a record: one, or one for each answer of a chat that stands in no other's text.
@@ -62,7 +65,7 @@ class Encoder:
         """
         found = laid_out(record, self._keys, self._templated)
         if isinstance(found, Chat):
-            return [Draft(each.text, each.spans, plain=False, left_out=each.left_out) for each in self._render(found)]
+            return [Draft(each.text, each.spans, plain=False, notes=each.notes) for each in self._render(found)]
         if isinstance(found, Pair):
             masked = self._train_on != "all"
             return [Draft(found.completion, before=found.prompt) if masked else Draft(found.prompt + found.completion)]
@@ -93,21 +96,25 @@ class Encoder:
         if draft.spans is not None:
             trained[:] = False
             for span in draft.spans:
-                trained[self._first(draft.text, places, span) : self._at(draft.text, places, span.stop)] = True
+                trained[self._first(draft.text, tokens, places, span) : self._at(draft.text, places, span.stop)] = True
+        notes = draft.notes if draft.plain or self._ends.intersection(tokens[-_LAST:]) else (*draft.notes, "unended")
         if draft.plain and (not tokens or tokens[-1] != self._end) and self._end is not None:
             tokens, trained = [*tokens, self._end], np.append(trained, True)
         if draft.before:
             before, _ = self._encoded([draft.before], not begins(self._tokenizer, draft.before))[0]
             before = before[:-1] if before[-1:] == [self._end] else before  # of tokenizers that end every text
             tokens, trained = [*before, *tokens], np.append(np.zeros(len(before), dtype=bool), trained)
-        return Sample(np.array(tokens, dtype=np.int32), trained)
+        return Sample(np.array(tokens, dtype=np.int32), trained, notes)
 
-    def _first(self, text: str, places: Any, span: Span) -> int:
+    def _first(self, text: str, tokens: list[int], places: Any, span: Span) -> int:
         """Return the number of the first token of a span."""
+        if places is None:
+            before = self._tokenizer.encode(text[: span.start], add_special_tokens=False)
+            pairs = zip(before, tokens, strict=False)
+            return next((i for i, (one, other) in enumerate(pairs) if one != other), len(before))
         at = self._at(text, places, span.start)
-        if places is None or at == 0 or span.strict or places.token_to_chars(at - 1)[1] <= span.start:
-            return at
-        return at - 1  # it begins with what the prompt has too, and is another
+        over = text[span.start : places.token_to_chars(at - 1)[1]] if at else ""  # of a token that begins before it
+        return at - 1 if over and (not span.strict or over.strip()) else at
 
     def _at(self, text: str, places: Any, start: int) -> int:
         """Return the number of the first token that begins at a character or behind it."""
