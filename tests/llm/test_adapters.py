@@ -107,6 +107,12 @@ def test_mlx_lm_reads_back_what_is_exported(trained: Path, tmp_path: Path) -> No
     assert np.allclose(np.array(fused[1](TOKENS)), np.array(mine(TOKENS)), rtol=1e-3, atol=1e-3)
     assert "quantization" not in json.loads((tmp_path / "ours" / "config.json").read_text())
     assert load(tmp_path / "ours", lora=Lora()).origin.adapters is not None
+    few_bits = ("checkpoint", "export", trained / "run", "--fuse", tmp_path / "eight", "--bits", 8, "--group-size", 32)
+    assert "warning" not in faststep(*few_bits).stderr
+    eight = theirs(str(tmp_path / "eight"))[0]
+    assert json.loads((tmp_path / "eight" / "config.json").read_text())["quantization"]["bits"] == 8
+    assert eight.layers[-1].self_attn.q_proj.bits == 8
+    assert mx.allclose(eight(TOKENS), fused[1](TOKENS), rtol=0.05, atol=0.05)
 
 
 def test_adapters_go_on(trained: Path, tmp_path: Path) -> None:
@@ -237,6 +243,10 @@ def test_adapters_of_peft(trained: Path, tmp_path: Path, dora: bool) -> None:
 
 
 def test_exports_write_over_nothing(trained: Path, tmp_path: Path) -> None:
+    done = faststep("checkpoint", "export", trained / "run", "--adapters", tmp_path / "x", "--bits", 4, status=2)
+    assert "--bits: expected with --fuse" in done.stderr
+    done = faststep("checkpoint", "export", trained / "run", "--fuse", tmp_path / "x", "--bits", 7, status=2)
+    assert "quantize: " in done.stderr
     (tmp_path / "adapters.safetensors").write_text("mine")
     assert (
         "there is such a file"
@@ -262,6 +272,21 @@ def test_the_callback_leaves_what_is_not_its_own(trained: Path, tmp_path: Path) 
     done = faststep("train", trained / "config.yaml", "--set", f"run={tmp_path / 'run'}", status=1)
     assert "found files of yours: choose another run" in done.stderr
     assert (tmp_path / "run" / "adapters" / "adapters.safetensors").read_text() == "mine"
+
+
+def test_what_rounding_takes_back_is_told(trained: Path, tmp_path: Path) -> None:
+    """A change below half a step of the few bits is gone where they are the base's own."""
+    model = load(trained / "llama", Quantize(bits=4, group_size=32), Lora(rank=2))
+    expected = model.eval()(TOKENS)
+    for name, array in tree_flatten(model.trainable_parameters()):
+        model.load_weights([(name, mx.full(array.shape, 1e-3))], strict=False)
+    assert not mx.array_equal(model(TOKENS), expected)
+    with pytest.warns(UserWarning, match=r"^-?\d+% of what the adapters have changed is left in 4 bits"):
+        export_fused(model, tmp_path / "four", quantize=Quantize(bits=4, group_size=32))
+    again = load(trained / "llama", Quantize(mode="mxfp4"), Lora(rank=2))
+    expected = again.eval()(TOKENS)
+    plain, _ = theirs(str(export_fused(again, tmp_path / "plain")))
+    assert mx.allclose(plain(TOKENS), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_fused_model_in_few_bits_is_plain(trained: Path, tmp_path: Path) -> None:

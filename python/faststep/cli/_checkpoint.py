@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -59,12 +60,15 @@ def export(
     fuse: Annotated[
         Path | None, typer.Option(help="A folder for the whole model, as Hugging Face lays it out.")
     ] = None,
+    bits: Annotated[int | None, typer.Option(help="With --fuse: weights of as many bits again.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="With --bits: weights that share a scale.")] = None,
+    mode: Annotated[str, typer.Option(help="With --bits: affine, mxfp4, nvfp4 or mxfp8.")] = "affine",
     overrides: Overrides = None,
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them.
 
     Of a model of mlx-lm: its adapters (--adapters DIR, --peft DIR), or plain weights with the adapters in them
-    (--fuse DIR).
+    (--fuse DIR), in few bits again with --bits.
     Name the base model's folder if it has moved: --set model.path=FOLDER.
     """
     places = [each for each in (file, adapters, peft, fuse) if each is not None]
@@ -72,18 +76,28 @@ def export(
         raise Exit(f"expected one of FILE, --adapters DIR, --peft DIR and --fuse DIR, got {len(places)}")
     if os.path.lexists(places[0]) and not (places[0] in (adapters, peft) and places[0].is_dir()):
         raise Exit(f"{places[0]}: there is such a file already")
+    if (fuse is None and bits is not None) or (bits is None and (group_size, mode) != (None, "affine")):
+        raise Exit("--bits: expected with --fuse, and --group-size and --mode with it")
     chosen = choose(checkpoints_of(path), path, best=best)
     if file is not None:
         typer.echo(chosen.export(file, average=average))
     else:
+        few = None if bits is None else {"bits": bits, "group_size": group_size, "mode": mode}
         kind: Kind = "fuse" if fuse is not None else "peft" if peft is not None else "adapters"
-        typer.echo(_export_model(chosen, places[0], average, kind, overrides))
+        typer.echo(_export_model(chosen, places[0], average, kind, few, overrides))
 
 
-def _export_model(chosen: Checkpoint, folder: Path, average: bool, kind: Kind, overrides: list[str] | None) -> Path:
+def _export_model(
+    chosen: Checkpoint,
+    folder: Path,
+    average: bool,
+    kind: Kind,
+    few: dict[str, Any] | None,
+    overrides: list[str] | None,
+) -> Path:
     """Write the adapters of a model of mlx-lm, or all of it."""
     from faststep.config import model_of
-    from faststep.mlx_lm import LanguageModel, export_adapters, export_fused
+    from faststep.mlx_lm import LanguageModel, Quantize, export_adapters, export_fused
 
     run = chosen.path.parent.parent
     model = model_of(config_of(run, overrides))
@@ -92,7 +106,12 @@ def _export_model(chosen: Checkpoint, folder: Path, average: bool, kind: Kind, o
     weights = chosen.weights(average=average)
     try:
         if kind == "fuse":
-            return export_fused(model, folder, weights)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                written = export_fused(model, folder, weights, None if few is None else Quantize(**few))
+            for each in told:
+                typer.echo(f"warning: {each.message}", err=True)
+            return written
         return export_adapters(model, folder, weights, new=True, peft=kind == "peft")
     except OSError as error:
         raise Exit(f"{error.filename or folder}: not written: {error.strerror}") from None

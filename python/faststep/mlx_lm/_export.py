@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from faststep._files import sync
 from faststep._optional import need
 from faststep.mlx_lm import _adapters, _peft
 from faststep.mlx_lm._folder import EXTRA
+from faststep.mlx_lm._load import Quantize, quantize_model
 from faststep.mlx_lm._lora import LEAVES
 from faststep.mlx_lm._model import LanguageModel
 from faststep.training import Callback, Trainer
 
+_ENOUGH = 0.9  # of a change by adapters, which is to be left in few bits
 _WRITTEN = ("config.json", "adapter_config.json", "README.md")  # of a model's folder, not to be copied: written anew
 
 
@@ -98,19 +101,26 @@ def export_adapters(
     return written
 
 
-def export_fused(model: LanguageModel, folder: Path, weights: Mapping[str, mx.array] | None = None) -> Path:
+def export_fused(
+    model: LanguageModel,
+    folder: Path,
+    weights: Mapping[str, mx.array] | None = None,
+    quantize: Quantize | None = None,
+) -> Path:
     """Write a model as plain weights in Hugging Face's layout: adapters added to their layers, few bits made floats.
 
     Args:
         model: What `load` gave; afterwards it is the fused one.
         folder: Where it goes, which must not exist; it appears when everything is in it.
         weights: Weights of the whole model by name; None: the model's own.
+        quantize: Bring the sum into few bits again. What of the adapters' change is smaller than half a step of these
+            is rounded away; a warning says so where less than 90 % of the change is left.
 
     Returns:
         The folder, which mlx-lm and `load` take, with config, tokenizer and what else was in the model's.
 
     Raises:
-        ValueError: The weights are not the model's.
+        ValueError: The weights are not the model's, or cannot be brought into such few bits.
         OSError: It exists, or cannot be written.
     """
     if os.path.lexists(folder):
@@ -119,17 +129,45 @@ def export_fused(model: LanguageModel, folder: Path, weights: Mapping[str, mx.ar
         model.load_weights(list(weights.items()))
     modules: dict[str, Any] = dict(nn.Module.named_modules(model))
     fused = [(name, each.fuse(dequantize=True)) for name, each in modules.items() if name and hasattr(each, "fuse")]
+    before = {name: _floats(modules[name]) for name, _ in fused} if quantize is not None else {}
     if fused:
         model.update_modules(tree_unflatten(fused))
     utils = need("mlx_lm.utils", EXTRA)
     utils.dequantize_model(model)
     config = {name: each for name, each in model.origin.config.items() if not name.startswith("quantization")}
+    if quantize is not None:
+        config = quantize_model(model, config, quantize, model.origin.folder)
+        _warn_of_loss(before, {name: each.weight for name, each in fused}, model, config["quantization"]["bits"])
     with _appearing(folder) as partial:
         utils.save_model(partial, model)
         with contextlib.redirect_stdout(io.StringIO()):
             utils.save_config(json.loads(json.dumps(config, default=str)), partial / "config.json")
         _copy_rest(model.origin.folder, partial)
     return folder
+
+
+def _warn_of_loss(before: dict[str, mx.array], fused: dict[str, mx.array], model: nn.Module, bits: int) -> None:
+    """Warn where rounding has taken much of the adapters' change back: the share of it that the weights still have."""
+    modules: dict[str, Any] = dict(nn.Module.named_modules(model))
+    left = whole = 0.0
+    for name, weight in before.items():
+        change, found = (each.astype(mx.float32) - weight for each in (fused[name], _floats(modules[name])))
+        left, whole = left + float((change * found).sum()), whole + float(change.square().sum())
+    if left < _ENOUGH * whole:
+        warnings.warn(
+            f"{left / whole:.0%} of what the adapters have changed is left in {bits} bits, the rest is rounded away: "
+            "take more bits, or the adapters beside the base",
+            stacklevel=3,
+        )
+
+
+def _floats(module: Any) -> mx.array:
+    """Return the weight of a layer, or of the one that has an adapter, float32."""
+    layer = module.get("linear", module.get("embedding", module))
+    if "scales" not in layer:
+        return layer.weight.astype(mx.float32)  # type: ignore[no-any-return]
+    few = (layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+    return mx.dequantize(*few).astype(mx.float32)
 
 
 def _copy_rest(origin: Path, folder: Path) -> None:

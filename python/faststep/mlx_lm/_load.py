@@ -65,7 +65,7 @@ def load(
     if rows is not None:
         check_vocabulary(path, tokenizer, rows)
     if quantize is not None:
-        config = _quantize(model, config, quantize, path)
+        config = quantize_model(model, config, quantize, path)
     made = _adapted(model, path, lora, dora, adapters)
     if checkpoint:
         blocks = {id(each) for each in model.layers}
@@ -74,8 +74,18 @@ def load(
     return as_language_model(model, Origin(path, config, tokenizer, made))
 
 
-def _quantize(model: nn.Module, config: dict[str, Any], quantize: Quantize, path: Path) -> dict[str, Any]:
-    """Bring a model into few bits; return its config with what was done."""
+def quantize_model(model: nn.Module, config: dict[str, Any], quantize: Quantize, path: Path) -> dict[str, Any]:
+    """Bring a model into few bits; return its config with what was done.
+
+    Args:
+        model: The model, which changes.
+        config: Its config.
+        quantize: How.
+        path: Its folder, for messages.
+
+    Raises:
+        ValueError: It is in few bits already, or has no layer that can be.
+    """
     if "quantization" in config:
         raise ValueError(f"quantize: the weights in {path} are in few bits already: leave quantize out")
     utils = need("mlx_lm.utils", EXTRA)
