@@ -3,18 +3,23 @@
 A loss function returns them itself, `(loss, {"accuracy": ...})`, or functions compute them from what it returns beside
 the loss, as `Trainer(metrics={"accuracy": accuracy()})` and the config's `metrics` take them:
 `metric(outputs, *batch)`, where `outputs` is what the loss function returned beside loss and weight. They belong to the
-trace of the step, so that nothing waits for them before a logger reads them. Uses no other room.
+trace of the step, so that nothing waits for them before a logger reads them. What is no mean over batches, such as F1
+or the area under a curve, is an `OfAll`: a validation computes it of all predictions. Uses `_optional`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+
+from faststep._optional import need
 
 Metric = Callable[..., Any]
+Array = np.ndarray[Any, Any]
 
 
 class OfLoss:
@@ -65,24 +70,152 @@ def accuracy(*, ignore_index: int = -100) -> Metric:
         *_: Any,
         **__: Any,
     ) -> mx.array:
-        if y is None or (y.dtype == mx.bool_ and y.shape != outputs.shape[:-1] and y.shape == x.shape):
-            y, mask = x, mask if y is None else y  # tokens, and their mask in the place of the labels
-        shift = outputs.ndim == y.ndim + 1 and y.ndim == 2 and outputs.shape[1] == y.shape[1] - 1
-        if shift:
-            y, mask = y[:, 1:], None if mask is None else mask[:, 1:]
-        binary = outputs.shape == y.shape
-        if not binary and outputs.shape[:-1] != y.shape:
-            raise ValueError(
-                f"accuracy: expected outputs [..., classes] for labels {list(y.shape)}, got {list(outputs.shape)}"
-            )
-        right = (outputs > 0) == (y > 0.5) if binary else outputs.argmax(axis=-1) == y
-        counts = (y != ignore_index).astype(mx.float32) * (1 if mask is None else mask)
+        labels, counts, binary = _labelled("accuracy", ignore_index, outputs, x, y, mask)
+        right = (outputs > 0) == (labels > 0.5) if binary else outputs.argmax(axis=-1) == labels
         return (right * counts).sum() / mx.maximum(counts.sum(), 1e-9)
 
     return metric
 
 
-METRICS: dict[str, Callable[..., Metric]] = {"accuracy": accuracy, "perplexity": perplexity}  # each makes a metric
+class _Labelled(NamedTuple):
+    """Labels, how much each counts (float32), both of one shape; and whether outputs are logits of the label 1."""
+
+    labels: mx.array
+    counts: mx.array
+    binary: bool
+
+
+def _labelled(
+    name: str, ignore_index: int, outputs: mx.array, x: mx.array, y: mx.array | None, mask: mx.array | None
+) -> _Labelled:
+    """Return the labels of outputs out of a batch of `cross_entropy` or `next_token`.
+
+    Raises:
+        ValueError: They do not fit the outputs.
+    """
+    if y is None or (y.dtype == mx.bool_ and y.shape != outputs.shape[:-1] and y.shape == x.shape):
+        y, mask = x, mask if y is None else y  # tokens, and their mask in the place of the labels
+    if outputs.ndim == y.ndim + 1 and y.ndim == 2 and outputs.shape[1] == y.shape[1] - 1:
+        y, mask = y[:, 1:], None if mask is None else mask[:, 1:]
+    binary = outputs.shape == y.shape
+    if not binary and outputs.shape[:-1] != y.shape:
+        raise ValueError(
+            f"{name}: expected outputs [..., classes] for labels {list(y.shape)}, got {list(outputs.shape)}"
+        )
+    return _Labelled(y, (y != ignore_index).astype(mx.float32) * (1 if mask is None else mask), binary)
+
+
+class OfAll:
+    """A metric of all predictions of a validation, which no mean over batches gives: F1, the area under a curve.
+
+    It takes the batches that `accuracy` takes. There is none of training batches. All outputs of a validation are held
+    until its end.
+
+    Args:
+        function: `function(labels, outputs)` returns a number, or numbers by name, of NumPy arrays: the labels that
+            count, [samples], and the outputs, [samples, classes] or [samples].
+        ignore_index: The label of what does not count.
+
+    Example:
+        >>> import numpy as np
+        >>> largest = OfAll(lambda labels, outputs: outputs.max())
+        >>> largest(np.array([0, 1]), np.array([[0.5, 0.1], [0.2, 0.7]]))
+        0.7
+    """
+
+    def __init__(self, function: Callable[[Array, Array], Any], *, ignore_index: int = -100) -> None:
+        self._function, self._ignored = function, ignore_index
+
+    def __call__(self, labels: Array, outputs: Array) -> Any:
+        """Compute the metric."""
+        found = self._function(labels, outputs)
+        return found if isinstance(found, Mapping) else float(found)
+
+    def gather(
+        self,
+        outputs: mx.array,
+        x: mx.array,
+        y: mx.array | None = None,
+        mask: mx.array | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return labels, outputs and what counts of a batch: [samples], [samples, classes] or [samples], [samples]."""
+        labels, counts, binary = _labelled("metrics", self._ignored, outputs, x, y, mask)
+        shape = (-1,) if binary else (-1, outputs.shape[-1])
+        return labels.flatten(), outputs.astype(mx.float32).reshape(shape), counts.flatten() > 0
+
+
+class Predictions:
+    """Predictions of a validation for its `OfAll` metrics, batch by batch."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.metrics: Mapping[str, OfAll] = getattr(loss_fn, "of_all", {})
+        self._parts: dict[str, list[tuple[Array, Array]]] = {name: [] for name in self.metrics}
+
+    def add(self, gathered: Mapping[str, tuple[mx.array, mx.array, mx.array]]) -> None:
+        """Keep what the metrics have gathered of a batch."""
+        for name, found in gathered.items():
+            labels, outputs, counts = map(np.array, found)
+            self._parts[name].append((labels[counts], outputs[counts]))
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics by name; those of one that returns several have its name before theirs."""
+        values: dict[str, float] = {}
+        for name, parts in self._parts.items():
+            found = self.metrics[name](*map(np.concatenate, zip(*parts, strict=True))) if parts else {}
+            if isinstance(found, Mapping):
+                values |= {f"{name}/{key}": float(each) for key, each in found.items()}
+            else:
+                values[name] = found
+        return values
+
+
+def scikit_learn(scorer: str, *, ignore_index: int = -100) -> OfAll:
+    """Make a metric of scikit-learn's: a scorer of a classification, over all predictions of a validation.
+
+    Args:
+        scorer: Its name: "f1", "f1_macro", "precision", "recall", "roc_auc", "roc_auc_ovr", "average_precision",
+            "balanced_accuracy", "matthews_corrcoef" and more: `sklearn.metrics.get_scorer_names()`.
+        ignore_index: The label of what does not count.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: There is no such scorer.
+    """
+    base: Any = need("sklearn.base", None)
+    library: Any = need("sklearn.metrics", None)
+    if scorer not in library.get_scorer_names():
+        raise ValueError(f"scorer: expected one of {', '.join(library.get_scorer_names())}, got {scorer!r}")
+    score = library.get_scorer(scorer)
+
+    class Given(base.ClassifierMixin, base.BaseEstimator):  # type: ignore[misc]
+        """A classifier whose inputs are what a model has given for them."""
+
+        def __init__(self, classes_: Array) -> None:
+            self.classes_ = classes_
+
+        def predict(self, outputs: Array) -> Array:
+            return (outputs > 0).astype(int) if outputs.ndim == 1 else outputs.argmax(axis=1)
+
+        def predict_proba(self, outputs: Array) -> Array:
+            logits = np.stack([np.zeros_like(outputs), outputs], axis=1) if outputs.ndim == 1 else outputs
+            powers = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64))
+            return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+
+    def function(labels: Array, outputs: Array) -> float:
+        binary = outputs.ndim == 1
+        given = Given(np.arange(2 if binary else outputs.shape[1]))
+        return float(score(given, outputs, (labels > 0.5).astype(int) if binary else labels))
+
+    return OfAll(function, ignore_index=ignore_index)
+
+
+METRICS: dict[str, Callable[..., Metric]] = {  # each makes a metric
+    "accuracy": accuracy,
+    "perplexity": perplexity,
+    "scikit_learn": scikit_learn,
+}
 
 
 class LossWithMetrics:
@@ -91,6 +224,7 @@ class LossWithMetrics:
     Attributes:
         loss_fn: The loss function.
         of_loss: The metrics of the mean loss, by name.
+        of_all: The metrics of all predictions of a validation, by name.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], metrics: Mapping[str, Metric], *, weighted: bool) -> None:
@@ -100,7 +234,8 @@ class LossWithMetrics:
             loss_fn: It returns `(loss, outputs)`, or `(loss, weight, outputs)` where it is weighted, `outputs` being
                 what the metrics take first; a dict of scalars behind it holds metrics of its own. Without functions
                 among the metrics it may return the loss alone.
-            metrics: Functions `metric(outputs, *batch)` of which each returns a scalar, and `OfLoss`es, by name.
+            metrics: Functions `metric(outputs, *batch)` of which each returns a scalar, `OfLoss`es and `OfAll`s, by
+                name.
             weighted: Whether the loss function returns a weight.
 
         Raises:
@@ -114,7 +249,9 @@ class LossWithMetrics:
                 raise ValueError(f"metrics: expected another name than {name!r}")
         self.loss_fn: Callable[..., Any] = loss_fn.loss_fn if isinstance(loss_fn, LossWithMetrics) else loss_fn
         self.of_loss = {name: metric for name, metric in metrics.items() if isinstance(metric, OfLoss)}
-        self._functions = {name: metric for name, metric in metrics.items() if name not in self.of_loss}
+        self.of_all = {name: metric for name, metric in metrics.items() if isinstance(metric, OfAll)}
+        others = self.of_loss | self.of_all
+        self._functions = {name: metric for name, metric in metrics.items() if name not in others}
         self._head = 2 if weighted else 1
         self.__name__ = getattr(self.loss_fn, "__name__", type(self.loss_fn).__name__)
 
@@ -124,20 +261,32 @@ class LossWithMetrics:
         Raises:
             ValueError: The loss function returns no outputs, or a metric is no scalar.
         """
-        value = self.loss_fn(model, *batch, **named)
-        if not self._functions:
-            return value
+        return self._reduced(self.loss_fn(model, *batch, **named), batch, named)[0]
+
+    def evaluated(self, model: Any, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+        """Compute loss and metrics, and what the metrics of all predictions gather of a batch, by name.
+
+        Raises:
+            ValueError: As a call does, or outputs and labels do not fit.
+        """
+        value, outputs = self._reduced(self.loss_fn(model, *batch, **named), batch, named)
+        return value, {name: each.gather(outputs, *batch, **named) for name, each in self.of_all.items()}
+
+    def _reduced(self, value: Any, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return what the loss function has returned with metrics in place of the outputs, and the outputs."""
+        if not self._functions and not self.of_all:
+            return value, None
         parts = value if isinstance(value, tuple) else (value,)
         head, aux = parts[: self._head], parts[self._head :]
         if not aux or scalars([aux[0]]):
-            names = ", ".join(self._functions)
+            names = ", ".join(self._functions | self.of_all)
             expected = "(loss, weight, outputs)" if self._head == 2 else "(loss, outputs)"
             raise ValueError(f"metrics: expected the loss function to return {expected} for {names}, got no outputs")
         found = {name: metric(aux[0], *batch, **named) for name, metric in self._functions.items()}
         for name, each in found.items():
             if not _is_scalar(each):
                 raise ValueError(f"metrics: {name}: expected a scalar, got {_shape(each)}")
-        return *head, scalars(aux[1:]) | found
+        return (*head, scalars(aux[1:]) | found), aux[0]
 
 
 def of_loss(loss_fn: Any, loss: float | None) -> dict[str, float]:

@@ -18,9 +18,11 @@ from faststep import Step
 from faststep.config import ConfigError, build, load
 from faststep.data import Loader
 from faststep.loggers import Csv, Progress, TensorBoard
-from faststep.metrics import LossWithMetrics, OfLoss, accuracy, perplexity
+from faststep.metrics import LossWithMetrics, OfAll, OfLoss, accuracy, perplexity, scikit_learn
 from faststep.report import compare, read_log, report
 from faststep.training import Callback, Trainer, TrainingError, predict, validate
+
+sklearn = pytest.importorskip("sklearn.metrics")
 
 ROWS, CLASSES = 40, 3
 
@@ -245,6 +247,60 @@ def config(folder: Path, *overrides: str) -> Any:
     (folder / "mine.py").write_text("def second(logits, x, y, most=1):\n    return (y < most).mean()\n")
     (folder / "c.yaml").write_text(CONFIG)
     return load(folder / "c.yaml", [f"run={folder / 'run'}", *overrides])
+
+
+SCORERS = {
+    "f1_macro": lambda y, p: sklearn.f1_score(y, p.argmax(1), average="macro"),
+    "roc_auc_ovr": lambda y, p: sklearn.roc_auc_score(y, p, multi_class="ovr"),
+    "matthews_corrcoef": lambda y, p: sklearn.matthews_corrcoef(y, p.argmax(1)),
+}
+BINARY = {
+    "f1": lambda y, p: sklearn.f1_score(y, p > 0.5),
+    "roc_auc": sklearn.roc_auc_score,
+    "average_precision": sklearn.average_precision_score,
+}
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_metrics_of_all_predictions(size: int) -> None:
+    """They are those of all of a validation, not means over its batches, and there are none of training batches."""
+    x, y = data()
+    y = np.where(np.arange(len(y)) % 7 == 0, -100, y)
+    names = dict.fromkeys(SCORERS)
+    metrics: dict[str, Any] = {name: scikit_learn(name) for name in names}
+    metrics["counts"] = OfAll(lambda labels, outputs: {"rows": len(labels), "classes": outputs.shape[1]})
+    step = new_step(lambda model, x, y: (model(x).mean(), model(x)))
+    step.loss_fn = LossWithMetrics(step.loss_fn, metrics | {"accuracy": accuracy()}, weighted=False)
+    found = validate(step, Loader((x, y), batch_size=size)).metrics
+    logits, kept = np.array(step.model.eval()(mx.array(x))), y != -100
+    shares = np.array(mx.softmax(mx.array(logits), axis=1))
+    expected = {name: function(y[kept], shares[kept]) for name, function in SCORERS.items()}
+    assert {name: found[name] for name in SCORERS} == pytest.approx(expected)
+    assert (found["counts/rows"], found["counts/classes"]) == (kept.sum(), 3)
+    _, *aux = step.loss_fn(step.model, mx.array(x), mx.array(y))
+    assert [each.keys() for each in aux] == [{"accuracy"}]
+
+    def binary(model: nn.Module, x: mx.array, y: mx.array) -> Any:
+        return mx.array(0.0), model(x)[:, :1]
+
+    labels = (y == 1).astype(np.float32)[:, None]
+    step.loss_fn = LossWithMetrics(binary, {name: scikit_learn(name) for name in BINARY}, weighted=False)
+    found = validate(step, Loader((x, labels), batch_size=size)).metrics
+    shares = 1 / (1 + np.exp(-logits[:, 0]))
+    assert found == pytest.approx({name: function(labels[:, 0], shares) for name, function in BINARY.items()})
+
+
+def test_metrics_of_all_predictions_of_a_config(tmp_path: Path) -> None:
+    chosen = "metrics={f1: {use: scikit_learn, scorer: f1_macro}}"
+    built = build(config(tmp_path, chosen, "train.monitor=val/f1", "train.mode=max"))
+    trainer = Trainer(
+        built.step, built.loader, validation=built.validation, loggers=[], **(built.options | {"steps": 4})
+    )
+    result = trainer.train()
+    assert result.best == result.metrics["val/f1"] <= 1
+    assert "train/f1" not in result.metrics
+    with pytest.raises(ConfigError, match=r"scorer: expected one of accuracy, .*, got 'f2'"):
+        build(config(tmp_path, chosen.replace("f1_macro", "f2")))
 
 
 @pytest.mark.parametrize("weighted", ["false", "true"])

@@ -220,7 +220,9 @@ class Loop:
         self._checked = True
         if self.validation is not None:
             try:
-                self.monitor.check(["loss", *scalars(aux), *getattr(self.step.loss_fn, "of_loss", {})])
+                loss_fn = self.step.loss_fn
+                others = [name for kind in ("of_loss", "of_all") for name in getattr(loss_fn, kind, {})]
+                self.monitor.check(["loss", *scalars(aux), *others])
             except ValueError as error:
                 raise TrainingError(str(error), phase="validation", **self._where()) from None
         size = getattr(self.loader, "batch_size", None)

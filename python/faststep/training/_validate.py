@@ -14,7 +14,7 @@ import mlx.nn as nn
 from faststep._random import mlx_seed
 from faststep._records import number
 from faststep._step import Step, call_with
-from faststep.metrics import Average, of_loss, scalars
+from faststep.metrics import Average, Predictions, of_loss, scalars
 from faststep.training import _ids
 from faststep.training._few_bits import unpacked
 from faststep.training._window import rows_of
@@ -78,34 +78,41 @@ def evaluate(
     step: Step, batches: Iterable[Any], most: int | None, on_batch: Callable[[], None] = lambda: None
 ) -> Evaluation:
     """Compute the means of some batches with the model as it is, and call `on_batch` after each; see `validate`."""
-    average, count = Average(), 0
-    unread: deque[tuple[dict[str, Any], Any]] = deque()
+    average, predictions, count = Average(), Predictions(step.loss_fn), 0
+    unread: deque[tuple[dict[str, Any], Any, dict[str, Any]]] = deque()
     start = getattr(batches, "state", None)
     try:
         for batch in itertools.islice(batches, most):
-            unread.append(_scalars(call_with(batch, step.loss_fn, step.model), batch, step.options.weighted))
+            unread.append(_called(step, batch, bool(predictions.metrics)))
             count += 1
             on_batch()
             if len(unread) > _AHEAD:
-                _read(average, *unread.popleft())
+                _read(average, predictions, *unread.popleft())
         while unread:
-            _read(average, *unread.popleft())
+            _read(average, predictions, *unread.popleft())
     finally:
         if start is not None and hasattr(batches, "load_state"):
             batches.load_state(start)  # the same batches the next time
     loss, metrics = average.read()
-    metrics |= of_loss(step.loss_fn, loss)
+    metrics |= of_loss(step.loss_fn, loss) | predictions.read()
     return Evaluation(float("nan") if loss is None else loss, count, metrics)
 
 
-def _scalars(value: Any, batch: Any, weighted: bool) -> tuple[dict[str, Any], Any]:
-    """Return loss and metrics by name, and the weight; the device computes them and nothing waits for it."""
+def _called(step: Step, batch: Any, gathers: bool) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Return loss and metrics by name, the weight, and what metrics of all predictions gather; nothing waits for it."""
+    loss_fn: Any = step.loss_fn
+    found = call_with(batch, loss_fn.evaluated if gathers else loss_fn, step.model)
+    value, gathered = found if gathers else (found, {})
     loss, *aux = value if isinstance(value, tuple) else (value,)
-    weight = aux.pop(0) if weighted else rows_of(batch)
+    weight = aux.pop(0) if step.options.weighted else rows_of(batch)
     values = {"loss": loss, **scalars(aux)}
-    mx.async_eval([each for each in (*values.values(), weight) if isinstance(each, mx.array)])
-    return values, weight
+    arrays = [*values.values(), weight, *itertools.chain(*gathered.values())]
+    mx.async_eval([each for each in arrays if isinstance(each, mx.array)])
+    return values, weight, gathered
 
 
-def _read(average: Average, values: dict[str, Any], weight: Any) -> None:
+def _read(
+    average: Average, predictions: Predictions, values: dict[str, Any], weight: Any, gathered: dict[str, Any]
+) -> None:
+    predictions.add(gathered)
     average.add({name: number(value) for name, value in values.items()}, number(weight))
