@@ -20,6 +20,7 @@ from faststep import Step
 from faststep.data import Loader, Pack, Pad
 from faststep.mlx_lm import Jsonl, load
 from faststep.recipes import next_token
+from mlx_lm.tuner import trainer
 from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset, TextDataset
 from mlx_lm.utils import load_tokenizer
 from support.commands import faststep
@@ -162,6 +163,28 @@ def averaged(loss: Any, model: nn.Module, samples: Sequence[dict[str, np.ndarray
 def total(found: list[tuple[mx.array, mx.array]]) -> float:
     pairs = [(float(mean), float(weight)) for mean, weight in found]
     return sum(mean * weight for mean, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_batches_and_losses_are_those_of_mlx_lm(folder: Path, tmp_path: Path, masked: bool) -> None:
+    """Of the same chats: tokens, trained tokens and loss; mlx-lm's own loss counts a token of padding for each more."""
+    records = [json.loads(line) for line in (folder.parent / "chat.jsonl").read_text().splitlines()[:12]]
+    data = trainer.CacheDataset(ChatDataset(records, load_tokenizer(folder), mask_prompt=masked))
+    samples = Jsonl(write_lines(tmp_path / "a.jsonl", records), folder, train_on="last" if masked else "all")
+    model, tokens = load(folder), 0
+    np.random.seed(0)
+    for batch, lengths in trainer.iterate_batches(data, 4, 128):
+        rows = np.array(batch)
+        found = [i for row in rows for i, each in enumerate(data) if row[: len(each[0])].tolist() == each[0]]
+        (ours,) = Loader([samples[i] for i in found], batch_size=4, collate=Pad(multiple=32))
+        for row, i in zip(rows, found, strict=True):
+            assert row[: len(samples[i]["tokens"])].tolist() == samples[i]["tokens"].tolist()
+        theirs = trainer.default_loss(model, batch, lengths - mx.array([0, 1]))
+        mine = next_token(weighted=True)(model, **ours)
+        assert [float(each) for each in mine] == pytest.approx([float(each) for each in theirs], rel=1e-5)
+        assert int(trainer.default_loss(model, batch, lengths)[1]) == int(theirs[1]) + 4
+        tokens += int(theirs[1])
+    assert tokens == samples.summary["trained_tokens"]
 
 
 def test_windows_are_averaged_by_tokens(folder: Path) -> None:
