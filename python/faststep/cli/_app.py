@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from faststep.cli import _checkpoint, _doctor, _from_mlx_lm, _new, _profile, _runs, _train, _verify
+from faststep.cli import _checkpoint, _doctor, _find_rate, _from_mlx_lm, _new, _profile, _runs, _train, _verify
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": _doctor.doctor,
     "check": _doctor.check,
     "tune": _runs.tune,
+    "find-rate": _find_rate.find_rate,
     "profile": _profile.profile,
     "schema": _runs.schema,
     "version": _runs.version,
