@@ -70,7 +70,7 @@ def test_options_are_those_of_the_trainer(tmp_path: Path) -> None:
     names.add("load_best_at_end")  # for what a program does behind the training; commands take --best
     assert set(built.options) == set(inspect.signature(Trainer).parameters) - names
     assert (built.options["run"], built.options["steps"], built.options["patience"]) == ("runs/x", 3, 3)
-    assert built.logs == {"csv": False, "tensorboard": False, "wandb": None}
+    assert built.logs == {"csv": False, "tensorboard": False, "wandb": None, "mlflow": None, "trackio": None}
     assert built.config == config(tmp_path, MLP, validation, "train.patience=3", "run=runs/x").resolved()
     assert len(built.validation or ()) == 2
 

@@ -81,6 +81,7 @@ class Data(Section):
     collate: Component = Component(use="stack")
     workers: Count = 0
     prefetch: Count = 2
+    processes: bool = False
 
 
 class Quantize(Section):

@@ -74,6 +74,7 @@ class Usage:
         shared = self._take("data", "batch_size workers")
         ahead = shared["workers"] > 0
         shared |= self._take("data", "prefetch", ahead, "without data.workers no batch is made ahead")
+        shared |= self._take("data", "processes", ahead, "without data.workers there are none")
         self.validates = self.components["validation"] is not None
         self.loader = shared | self._take("data", "shuffle drop_last")
         self.validation = shared if self.validates else {}

@@ -1,8 +1,8 @@
 """Datasets in batches: evaluated, resumable, made ahead of the step by threads.
 
 `_source` reads, `_order` and `_epoch` plan an epoch of a sequence, `_reader` follows a stream, `_make` makes a batch,
-`_pipeline` and `_workers` do it ahead; `_stack`, `_pad` and `_pack` collate; `_units` reads "2 epochs" and "90m". Uses
-MLX and NumPy, and no other room.
+`_pipeline` and `_workers` do it ahead, `_processes` reads elsewhere; `_stack`, `_pad` and `_pack` collate; `_units`
+reads "2 epochs" and "90m". Uses MLX and NumPy, and no other room.
 """
 
 from faststep.data._errors import Interrupted, TooLong

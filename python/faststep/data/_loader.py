@@ -16,8 +16,9 @@ from faststep.data._options import check_options
 from faststep.data._order import Keys
 from faststep.data._pack import Pack
 from faststep.data._pipeline import Pipeline
+from faststep.data._processes import Processes
 from faststep.data._reader import Reader
-from faststep.data._source import Items, Stream, open_source
+from faststep.data._source import Columns, Items, Stream, open_source
 from faststep.data._stack import stack
 from faststep.data._state import VERSION, check_same, checksum, name_of, place_of
 from faststep.data._stats import LoaderStats
@@ -48,6 +49,11 @@ class Loader:
     a generator of the item's own, `numpy.random.default_rng([seed, epoch, index])`, resumes exactly. An item or collate
     may make MLX arrays: they are evaluated in the thread that made them. One that waits for another thread (an array
     that the dataset holds and never evaluated) is an error that names it.
+
+    **Processes.** A dataset whose items are slow in Python keeps the GIL; free-threaded Python is one way out, worker
+    processes are the other. With `processes=True` each worker has a process with a copy of the dataset, which reads the
+    items; order, collate, resume and everything else stay. The dataset is pickled, its items are NumPy arrays and plain
+    values, and a script that makes the loader begins below `if __name__ == "__main__":`, since a process imports it.
 
     **Ranks.** Each rank makes a loader with its `rank` and the same other arguments. A round takes the next
     `world_size * batch_size` items, rank r the r-th part of it, so all ranks together see the batches that one process
@@ -100,6 +106,7 @@ class Loader:
         collate: Collate = stack,
         workers: int = 0,
         prefetch: int = 2,
+        processes: bool = False,
         rank: int = 0,
         world_size: int = 1,
         lengths: Sequence[int] | None = None,
@@ -115,6 +122,7 @@ class Loader:
             collate: Makes a batch out of a list of items: `stack`, a `Pad`, a `Pack`, or a function of your own.
             workers: Threads that make batches; 0 to make them in the caller's thread.
             prefetch: With workers, how many batches wait ready, beside one that each worker makes.
+            processes: With workers, whether each reads the items in a process of its own.
             rank: This process among those that train together.
             world_size: How many those are.
             lengths: The length of each item of a sequence, which `Pack` and a `Pad` with a window have to know before
@@ -126,7 +134,10 @@ class Loader:
         """
         self._source = open_source(source)
         options = {"batch_size": batch_size, "seed": seed, "workers": workers, "prefetch": prefetch, "rank": rank}
-        check_options(self._source, {**options, "world_size": world_size}, shuffle, drop_last, collate, lengths)
+        flags = {"shuffle": shuffle, "drop_last": drop_last, "processes": processes}
+        check_options(self._source, {**options, "world_size": world_size}, flags, collate, lengths)
+        if processes and not isinstance(self._source, Columns):  # arrays are no Python to be slow
+            self._source = Items(Processes(source, workers))
         self.batch_size, self.workers, self.prefetch = batch_size, workers, prefetch
         self._shuffle, self._seed, self._collate = shuffle, seed, collate
         self._sharing = Sharing(batch_size, rank, world_size, drop_last)
@@ -153,7 +164,8 @@ class Loader:
         if self._sharing.world_size > 1:
             options |= {"rank": self._sharing.rank, "world_size": self._sharing.world_size}
         given = "".join(f", {name}={value}" for name, value in options.items() if value or name == "rank")
-        source = type(self._source.source).__name__
+        inner = self._source.source
+        source = repr(inner) if isinstance(inner, Processes) else type(inner).__name__
         return f"Loader({source}, batch_size={self.batch_size}{given}) at batch {self._position} of epoch {self._epoch}"
 
     @property

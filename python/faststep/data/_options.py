@@ -12,7 +12,7 @@ LEAST = {"batch_size": 1, "prefetch": 1, "world_size": 1}  # the others begin at
 
 
 def check_options(
-    source: Items | Stream, numbers: Mapping[str, Any], shuffle: Any, drop_last: Any, collate: Any, lengths: Any
+    source: Items | Stream, numbers: Mapping[str, Any], flags: Mapping[str, Any], collate: Any, lengths: Any
 ) -> None:
     """Refuse what does not fit; see `Loader` for the arguments.
 
@@ -28,7 +28,7 @@ def check_options(
             raise ValueError(f"{name}: expected {least} or more, got {number}")
     if numbers["rank"] >= numbers["world_size"]:
         raise ValueError(f"rank: expected less than world_size={numbers['world_size']}, got {numbers['rank']}")
-    for name, flag in {"shuffle": shuffle, "drop_last": drop_last}.items():
+    for name, flag in flags.items():
         if type(flag) is not bool:
             raise TypeError(f"{name}: expected True or False, got {flag!r}")
     if not callable(collate):
@@ -36,7 +36,10 @@ def check_options(
     if isinstance(collate, type) and issubclass(collate, ByLength):
         raise TypeError(f"collate: expected {collate.__name__}(...), got the class itself")
     _check_lengths(source, collate, lengths)
-    if isinstance(source, Stream) and shuffle:
+    if flags["processes"] and (not numbers["workers"] or isinstance(source, Stream)):
+        given = "workers=0" if not numbers["workers"] else "an iterable, which is read in one place"
+        raise ValueError(f"processes: expected workers, one or more, and a sequence, got {given}")
+    if isinstance(source, Stream) and flags["shuffle"]:
         raise ValueError(
             "shuffle: an iterable has its own order: give a sequence, or an iterable that shuffles itself (it is told "
             "the epoch by set_epoch(epoch) if it has that)"
