@@ -306,6 +306,9 @@ def test_layouts_with_more(folder: Path, tmp_path: Path) -> None:
         '<|user|>\nHi<|end|>\n<|assistant|>\n<call>get {"city": "Paris"}</call><|end|>\n'
         "<|assistant|>\nIt is 12.<|end|>",
     ]
+    own = {"messages": [{"role": "system", "content": "Be brief."}, *HI]}
+    one, two = Jsonl(write_lines(tmp_path / "b.jsonl", [own, {"system": "No.", **own}]), folder, cache=False)
+    assert one["tokens"].tolist() == two["tokens"].tolist()  # its own comes first
     with_template(folder, TEMPLATES["marks"])
     record = {"prompt": TURNS[:3], "completion": TURNS[3:]}
     assert trained(folder, record, tmp_path) == [["Another one.<|end|>"]]  # marked answers of the prompt are none

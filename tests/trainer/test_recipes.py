@@ -304,6 +304,9 @@ def test_next_token_takes_batches_by_hugging_faces_names() -> None:
     shifted = mx.where((mx.arange(1, 12) >= 4) & (mx.arange(1, 12) < 9), ids[:, 1:], -100)
     assert [each.item() for each in found] == [each.item() for each in loss(model, ids[:, :-1], shifted)]
     assert found[1].item() == 3 * 5
+    left = [mx.roll(each, 3, axis=1) for each in (ids, labels, mask)]  # padded there, which no token is to see
+    again = loss(model, input_ids=left[0], labels=left[1], attention_mask=left[2])
+    assert [each.item() for each in again] == [each.item() for each in found]
     with pytest.raises(TypeError, match="next_token: expected a batch with tokens or input_ids, got pixels"):
         loss(model, pixels=ids)
 

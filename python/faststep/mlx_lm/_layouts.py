@@ -155,9 +155,10 @@ def _tools(record: Record) -> Any:
 
 def _messages(record: Record, name: str) -> list[Message]:
     """Return the messages of a chat; ShareGPT's `from` and `value` are `role` and `content`."""
-    system = record.get("system")
-    before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    return before + _normal(record[name], name)
+    messages, system = _normal(record[name], name), record.get("system")
+    if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
+        return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def _normal(messages: list[Any], name: str) -> list[Message]:

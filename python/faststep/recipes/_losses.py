@@ -92,14 +92,20 @@ def _of_hugging_face(
 ) -> tuple[mx.array, mx.array, mx.array | None, dict[str, mx.array]]:
     """Return tokens, targets and mask of a batch by Hugging Face's names, whose labels stand at their own tokens.
 
+    Padding at the left goes to the right, where no token sees it.
+
     Raises:
         TypeError: There are no tokens in it.
     """
     if input_ids is None:
         raise TypeError(f"next_token: expected a batch with tokens or input_ids, got {', '.join(places) or 'none'}")
+    labels = input_ids if labels is None else labels
     if attention_mask is not None:
         mask = attention_mask if mask is None else mask * attention_mask
-    targets = (input_ids if labels is None else labels)[:, 1:]
+        padded = (attention_mask != 0).argmax(axis=1, keepdims=True)
+        order = (mx.arange(input_ids.shape[1]) + padded) % input_ids.shape[1]
+        input_ids, labels, mask = (mx.take_along_axis(each, order, axis=1) for each in (input_ids, labels, mask))
+    targets = labels[:, 1:]
     return input_ids[:, :-1], targets, None if mask is None else mask[:, 1:], places
 
 
