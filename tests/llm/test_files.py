@@ -153,12 +153,14 @@ def test_what_is_too_long_is_counted(folder: Path, tmp_path: Path) -> None:
 
 def test_a_training_says_what_it_is_given(folder: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [*ROWS, {"text": "one two three " * 100}])
+    write_lines(tmp_path / "b.jsonl", [{"text": "one two"}, {"text": "three"}])
     config = {
         "run": str(tmp_path / "run"),
         "model": {"use": "mlx_lm", "path": str(folder)},
         "loss": {"use": "next_token"},
         "data": {
             "train": {"use": "jsonl", "file": "a.jsonl", "tokenizer": str(folder), "longer": "skip"},
+            "validation": {"use": "jsonl", "file": "b.jsonl", "tokenizer": str(folder)},
             "collate": {"use": "pad"},
             "batch_size": 2,
         },
@@ -169,6 +171,9 @@ def test_a_training_says_what_it_is_given(folder: Path, tmp_path: Path) -> None:
     shown = faststep("train", tmp_path / "config.yaml").stdout
     assert "train: 6 samples, " in shown
     assert f"warning at step 0: train: 1 longer than 128 tokens: skipped (longer: skip), the first: {tmp_path}" in (
+        shown.replace("\n    ", " ")
+    )
+    assert "in validations a batch of few tokens counts as much as one of many: step.weighted" in (
         shown.replace("\n    ", " ")
     )
     faststep("report", tmp_path / "run")

@@ -94,6 +94,17 @@ class Log:
         for name, each in data.items():
             for text in each.get("left_out", ()):
                 self.event("data", f"{name}: {text}")
+        self._tell_unweighted(data)
+
+    def _tell_unweighted(self, data: Mapping[str, Any]) -> None:
+        """Tell where batches of other numbers of tokens count alike."""
+        trainer = self._trainer
+        windows = ["accumulated gradients"] * (trainer.step.accumulate > 1)
+        means = windows + ["validations"] * (trainer.validation is not None)
+        differ = any(each.get("shortest") != each.get("longest") for each in data.values())
+        if means and differ and not trainer.step.options.weighted:
+            text = f"in {' and '.join(means)} a batch of few tokens counts as much as one of many"
+            self.event("weighted", f"{text}: step.weighted: true weighs them by their tokens")
 
     def on_update(self, window: Window) -> None:
         """Take the window of an update; log the interval when it is over."""
