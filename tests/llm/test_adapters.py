@@ -236,6 +236,7 @@ def test_adapters_of_peft(trained: Path, tmp_path: Path, dora: bool) -> None:
         ({"peft_type": "IA3"}, "expected adapters of the type LORA, got 'IA3'"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern: mlx-lm has one rank and scale"),
         ({"bias": "all"}, "bias: mlx-lm has one rank"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' has changed the base's weights"),
     ):
         (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=message):

@@ -19,6 +19,8 @@ from faststep._files import replacing, write_text
 from faststep.recipes import listed
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_BESIDE = ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "alora_invocation_tokens")
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin, which leave other weights in the base
 _PREFIX = "base_model.model."
 _NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector.weight"}
 _BLOCK = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.+)$")
@@ -109,10 +111,15 @@ def read(folder: Path, blocks: int) -> tuple[dict[str, Any], dict[str, mx.array]
 def _refuse(file: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"adapters: {file}: expected adapters of the type LORA, got {config.get('peft_type')!r}")
-    odd = [key for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out") if config.get(key)]
+    odd = [key for key in _BESIDE if config.get(key)]
     odd += ["bias"] if config.get("bias", "none") != "none" else []
     if odd:
         raise ValueError(f"adapters: {file}: {listed(odd)}: mlx-lm has one rank and scale for all, and nothing beside")
+    if (init := str(config.get("init_lora_weights"))).startswith(_OTHER_BASE):
+        raise ValueError(
+            f"adapters: {file}: init_lora_weights {init!r} has changed the base's weights too, which are not in the "
+            "folder: save them with path_initial_model_for_weight_conversion, which makes plain LoRA of them"
+        )
 
 
 def _places(folder: Path, weights: Mapping[str, mx.array], blocks: int) -> tuple[int, list[str]]:
