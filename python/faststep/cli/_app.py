@@ -12,7 +12,18 @@ from typing import Annotated
 
 import typer
 
-from faststep.cli import _checkpoint, _doctor, _find_rate, _from_mlx_lm, _new, _profile, _runs, _train, _verify
+from faststep.cli import (
+    _checkpoint,
+    _doctor,
+    _find_batch,
+    _find_rate,
+    _from_mlx_lm,
+    _new,
+    _profile,
+    _runs,
+    _train,
+    _verify,
+)
 from faststep.cli._status import FAILED, WRONG, Exit
 
 app = typer.Typer(
@@ -38,6 +49,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "check": _doctor.check,
     "tune": _runs.tune,
     "find-rate": _find_rate.find_rate,
+    "find-batch": _find_batch.find_batch,
     "profile": _profile.profile,
     "schema": _runs.schema,
     "version": _runs.version,

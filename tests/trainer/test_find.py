@@ -1,4 +1,4 @@
-"""The search for a learning rate: on a loss whose best rate is known, and by the command."""
+"""Searches before a training: a learning rate, on a loss whose best rate is known; a batch size, by plans."""
 
 from __future__ import annotations
 
@@ -67,3 +67,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["c.yaml", "rows.npz"]
     done = faststep("find-rate", tmp_path / "c.yaml", "--low", 1e-12, "--high", 1e-11, "--steps", 5, status=2)
     assert "no rate at which the loss falls" in done.stderr
+
+
+def test_the_largest_batch_that_fits(tmp_path: Path) -> None:
+    """Plans grow with the batch; the first one that is over the limit ends the search, or the last sample does."""
+    config(tmp_path, MLP)
+    plans = faststep("find-batch", tmp_path / "c.yaml").stdout.splitlines()
+    assert [line.split(":")[0].split()[-1] for line in plans[:-2]] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert plans[-2] == "there are 40 samples"
+    assert plans[-1].startswith("suggested: data.batch_size: 40; step.accumulate")
+    done = faststep("find-batch", tmp_path / "c.yaml", "--memory", 1e-6, status=2)
+    assert "a batch of one sample does not fit" in done.stderr
