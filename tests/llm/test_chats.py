@@ -330,10 +330,12 @@ def test_names_of_ones_own(folder: Path, tmp_path: Path) -> None:
 
 def test_the_first_token_is_there_once(folder: Path, tmp_path: Path) -> None:
     """Texts that were formatted before, and prompts for samples, have it written in them."""
-    records = [{"text": "<|begin|><|user|>\nHi<|end|>"}, {"text": "Hi"}]
+    records = [{"text": "<|begin|><|user|>\nHi<|end|>\n"}, {"text": "Hi"}]
     samples = Jsonl(write_lines(tmp_path / "a.jsonl", records), folder, cache=False)
     begin = load_tokenizer(folder).bos_token_id
     assert [each["tokens"].tolist().count(begin) for each in samples] == [1, 1]
+    end = load_tokenizer(folder).eos_token_id
+    assert [each["targets"].tolist().count(end) for each in samples] == [1, 1]
     model, seen = load(folder), []
 
     class Seen(type(model)):  # type: ignore[misc]

@@ -101,6 +101,19 @@ def test_more_in_a_batch_than_there_is_warns(tmp_path: Path) -> None:
     assert not texts(train(tmp_path / "b", Loader(np.ones((12, 6), np.float32), batch_size=8)), "batch_size")
 
 
+@pytest.mark.parametrize(("dtype", "compute"), [(mx.bfloat16, None), (mx.bfloat16, mx.bfloat16), (mx.float32, None)])
+def test_updates_that_are_rounded_away_are_told_of(tmp_path: Path, dtype: mx.Dtype, compute: mx.Dtype | None) -> None:
+    """A rate of 1e-5 changes no weight of a published model in bfloat16, unless there are masters."""
+    model = nn.Linear(6, 1)
+    model.set_dtype(dtype)
+    step = Step(model, optim.SGD(1e-3), loss_fn, compute_dtype=compute)
+    loader = Loader(np.ones((8, 6), np.float32), batch_size=8)
+    Trainer(step, loader, run=tmp_path, loggers=[], checkpoint_every=0, epochs=1).train()
+    told = texts(read_log(tmp_path), "precision")
+    assert len(told) == (dtype == mx.bfloat16 and compute is None)
+    assert not told or "weight, ...: bfloat16 weights without float32 masters lose" in told[0][1]
+
+
 def test_a_validation_that_is_nan_warns(tmp_path: Path) -> None:
     log = train(tmp_path, Loader(np.ones((16, 6), np.float32), batch_size=8), validation=[mx.full((4, 6), mx.nan)])
     assert texts(log, "validation") == [("warning", "the validation loss is NaN, over 1 batches")]

@@ -98,13 +98,17 @@ class Encoder:
             for span in draft.spans:
                 trained[self._first(draft.text, tokens, places, span) : self._at(draft.text, places, span.stop)] = True
         notes = draft.notes if draft.plain or self._ends.intersection(tokens[-_LAST:]) else (*draft.notes, "unended")
-        if draft.plain and (not tokens or tokens[-1] != self._end) and self._end is not None:
+        if draft.plain and self._end is not None and not self._is_ended(draft.text, tokens):
             tokens, trained = [*tokens, self._end], np.append(trained, True)
         if draft.before:
             before, _ = self._encoded([draft.before], not begins(self._tokenizer, draft.before))[0]
             before = before[:-1] if before[-1:] == [self._end] else before  # of tokenizers that end every text
             tokens, trained = [*before, *tokens], np.append(np.zeros(len(before), dtype=bool), trained)
         return Sample(np.array(tokens, dtype=np.int32), trained, notes)
+
+    def _is_ended(self, text: str, tokens: list[int]) -> bool:
+        """Return whether a text has the token of the end, with nothing but space behind it."""
+        return tokens[-1:] == [self._end] or text.rstrip().endswith(self._tokenizer.eos_token)
 
     def _first(self, text: str, tokens: list[int], places: Any, span: Span) -> int:
         """Return the number of the first token of a span."""

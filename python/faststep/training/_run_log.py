@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from faststep._native import environment
 from faststep._records import number as value_of
@@ -95,6 +96,7 @@ class Log:
             for text in each.get("left_out", ()):
                 self.event("data", f"{name}: {text}")
         self._tell_unweighted(data)
+        self._tell_rounding()
 
     def _tell_unweighted(self, data: Mapping[str, Any]) -> None:
         """Tell where batches of other numbers of tokens count alike."""
@@ -105,6 +107,21 @@ class Log:
         if means and differ and not trainer.step.options.weighted:
             text = f"in {' and '.join(means)} a batch of few tokens counts as much as one of many"
             self.event("weighted", f"{text}: step.weighted: true weighs them by their tokens")
+
+    def _tell_rounding(self) -> None:
+        """Tell where weights in half precision are updated as they are."""
+        step = self._trainer.step
+        if step.options.compute_dtype is None:
+            parameters: Any = tree_flatten(step.model.trainable_parameters())
+            halves = {name: each.dtype for name, each in parameters if each.dtype in (mx.bfloat16, mx.float16)}
+            if halves:
+                name, dtype = next(iter(halves.items()))
+                kind = str(dtype).removeprefix("mlx.core.")
+                self.event(
+                    "precision",
+                    f"{name}{', ...' if len(halves) > 1 else ''}: {kind} weights without float32 masters lose what an "
+                    f"update changes by less than a step of {kind}: step.compute_dtype: {kind} keeps masters",
+                )
 
     def on_update(self, window: Window) -> None:
         """Take the window of an update; log the interval when it is over."""
