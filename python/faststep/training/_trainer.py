@@ -103,8 +103,8 @@ class Trainer(Loop):
             validation_batches: Validate on so many batches at most.
             metrics: Functions by name, each `metric(outputs, *batch)` and a scalar: `outputs` is what the loss function
                 returns beside the loss, `(loss, outputs)`, or `(loss, weight, outputs)` with `weighted=True`. They are
-                traced with the loss, by `step.loss_fn`, which is replaced. `faststep.metrics` has `accuracy()`, and
-                `perplexity()`, which needs no outputs.
+                traced with the loss, by `step.loss_fn`, which is replaced. `faststep.metrics` has `accuracy()`,
+                `perplexity()`, which needs no outputs, and metrics of all predictions of a validation.
             monitor: The value by which the best checkpoint is found, and `patience` judges: "val/loss", or "val/" and
                 the name of a metric.
             mode: "min": a smaller value of `monitor` is better. "max": a larger one. None: "min" for the loss and the
