@@ -1,8 +1,6 @@
 #include "cpu/blocks/program.hpp"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <string_view>
@@ -31,16 +29,9 @@ constexpr size_t alignment = 64;
 constexpr size_t most_places = 96;
 constexpr size_t never = SIZE_MAX;
 
-// A number as it stands in the source of MLX's kernel: a float32 with seven digits (mlx/backend/common/compiled.h).
-std::array<char, 8> in_source(const mx::array& number) {
+std::array<char, 8> bytes_of(const mx::array& number) {
   std::array<char, 8> bytes{};
   std::memcpy(bytes.data(), number.data<char>(), number.itemsize());
-  if (number.dtype() == mx::float32) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "%.7g", static_cast<double>(number.data<float>()[0]));
-    auto value = static_cast<float>(std::strtod(text, nullptr));
-    std::memcpy(bytes.data(), &value, sizeof(value));
-  }
   return bytes;
 }
 
@@ -144,7 +135,7 @@ class Program::Builder {
     const auto& constants = kernel.*constants_of_kernel();
     for (const auto& in : kernel.*is_input) {
       if (constants.contains(in.id())) {
-        known_[in.id()] = single(in.itemsize(), in_source(in));
+        known_[in.id()] = single(in.itemsize(), bytes_of(in));
         it_->inputs_.emplace_back();
       } else {
         it_->inputs_.emplace_back(add({Place::input, it_->inputs_.size(), in.itemsize(), in.ndim() == 0}));
