@@ -10,6 +10,7 @@ A loop of your own:
 - `fast_step`, and `Step`, the same with a handle: the gradients' norm, accumulation, averages, statistics, state.
 - `diagnose` says what is wrong with a training, `check` compares the step with plain MLX on your model, `profile` shows
   where the time of a loop goes, `tune` tries environment variables.
+- `RankError`: what is wrong with the other processes of a step's `group`.
 - `losses`: losses that need less memory than their plain form.
 - `Trainer` and `Loader` (extra `train`): the loop around the step, and batches that are always evaluated. Their rooms,
   `faststep.training`, `data`, `checkpoints`, `loggers`, `recipes` and `config`, have more.
@@ -42,7 +43,7 @@ if not asks_for_environment():  # `faststep doctor` says why what follows fails
     from faststep import _native, losses  # noqa: F401, _native first: it checks the environment before MLX
     from faststep._native import version
     from faststep._profile import Profile, profile
-    from faststep._step import MemoryPlan, Stats, Step, StepOutput, fast_step
+    from faststep._step import MemoryPlan, RankError, Stats, Step, StepOutput, fast_step
     from faststep._tune import Tuning, tune
 
     __version__ = version()
@@ -51,6 +52,7 @@ __all__ = [
     "Loader",
     "MemoryPlan",
     "Profile",
+    "RankError",
     "Stats",
     "Step",
     "StepOutput",

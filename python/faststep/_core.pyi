@@ -10,6 +10,7 @@ from faststep._step import Options
 
 __all__ = [
     "MemoryPlan",
+    "RankError",
     "Step",
     "TraceRecord",
     "array_id",
@@ -37,8 +38,12 @@ _Stats = tuple[
     dict[str, int],
     float | None,
     int,
+    int,
     list[str],
 ]
+
+class RankError(RuntimeError):
+    ranks: list[int]
 
 @final
 class TraceRecord:
@@ -76,8 +81,12 @@ class MemoryPlan:
 
 @final
 class Step:
-    def __new__(cls, model: nn.Module, optimizer: Optimizer, options: Options) -> Step: ...
-    def step(self, user: _User, accumulate: int) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool]: ...
+    def __new__(
+        cls, model: nn.Module, optimizer: Optimizer, options: Options, group: mx.distributed.Group | None = None
+    ) -> Step: ...
+    def step(
+        self, user: _User, accumulate: int
+    ) -> tuple[Any, mx.array | None, mx.array | None, mx.array | bool, mx.array | None]: ...
     def set_max_grad_norm(self, value: float | None) -> float | None: ...
     def flush(self, user: _User) -> bool: ...
     def gradients(self, user: _User) -> tuple[Any, dict[str, Any]]: ...

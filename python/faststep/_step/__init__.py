@@ -11,12 +11,14 @@ from faststep._step._library import is_installed
 from faststep._step._memory_plan import MemoryPlan
 from faststep._step._options import Options, whole_number
 from faststep._step._output import Stats, StepOutput
+from faststep._step._ranks import RankError
 from faststep._step._state import like
 from faststep._step._step import Step
 
 __all__ = [
     "MemoryPlan",
     "Options",
+    "RankError",
     "Stats",
     "Step",
     "StepOutput",

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,7 @@ from faststep._step._user_optimizer import StepCache, as_optimizer
 
 # The options have whether gradients are clipped to a norm, not the norm, which may be another at each call.
 T = TypeVar("T")
-_Key = tuple[int, int, Options, int]
+_Key = tuple[int, int, Options, int, int]
 # The optimizer comes last where it stands for an object that is none.
 _Known = tuple[weakref.ref[nn.Module], weakref.ref[Any], Program, Optimizer | None]
 _Others = dict[int, tuple[weakref.ref[Any], int]]
@@ -105,6 +105,7 @@ def fast_step(
     in_flight: int = 2,
     max_traces: int = 64,
     clear_cache_every: int = 0,
+    group: mx.distributed.Group | None = None,
     **named: Any,
 ) -> T:
     """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options.
@@ -140,12 +141,15 @@ def fast_step(
             more than 1 GiB of activations.
         max_traces: How many traces are kept.
         clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
+        group: The processes that train one model: gradients are averaged over them before each update. None: this one.
         **named: Arguments of the loss function by name; the options above are not among them.
 
     Returns:
-        What the loss function returned, lazily.
+        What the loss function returned, lazily; with a `group` the loss is, where there was an update, the mean over its
+        window and all ranks.
 
     Raises:
+        RankError: As a `Step`'s call does.
         TypeError: As `Step` and its call do.
         ValueError: As `Step` and its call do.
         RuntimeError: As `Step` and its call do.
@@ -179,7 +183,8 @@ def fast_step(
         clear_cache_every,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
-    key = (id(model), id(optimizer), options, _thread.programs.number)  # MLX's streams and random state are a thread's
+    # MLX's streams and random state are a thread's
+    key = (id(model), id(optimizer), options, _thread.programs.number, id(group))
     cache = StepCache.at(model, optimizer)
     try:
         known = None if cache is None else cache.programs.get(key)
@@ -187,22 +192,34 @@ def fast_step(
         Program(model, optimizer, options._replace(max_grad_norm=max_grad_norm))
         raise
     if known is None or known[0]() is not model or known[1]() is not optimizer:
-        known = _keep(key, model, optimizer, loss_fn, max_grad_norm)
+        known = _keep(key, model, optimizer, loss_fn, max_grad_norm, group)
     _, _, program, own = known
     if program.options.max_grad_norm != max_grad_norm:
         program.clip_to(max_grad_norm)
     call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
+    if program.unchecked:
+        program.check_ranks(model, optimizer if own is None else own)
+    value: T
     try:
-        value: T = program.core.step(call, accumulate)[0]
-        return value
+        value, *_, mean = program.core.step(call, accumulate)
     except TypeError:
         explain(loss_fn, model, batch, named)
         raise
+    if mean is None:
+        return value
+    return cast(T, (mean, *value[1:]) if isinstance(value, tuple) else mean)
 
 
-def _keep(key: _Key, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> _Known:
+def _keep(
+    key: _Key,
+    model: nn.Module,
+    optimizer: Any,
+    loss_fn: Any,
+    max_grad_norm: float | None,
+    group: mx.distributed.Group | None,
+) -> _Known:
     taken = as_optimizer(optimizer)
-    program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm))
+    program = Program(model, taken, key[2]._replace(max_grad_norm=max_grad_norm), group)
     cache = StepCache.made_at(model, optimizer)
     _thread.programs.caches[id(cache)] = cache
     alike = [each for each in cache.programs if each[:2] == key[:2] and each[3] == key[3]]
@@ -251,8 +268,8 @@ def _count(what: str, others: _Others, of: Any, advice: str) -> int:
 
 def _warn_of_changing_options(alike: list[_Key]) -> None:
     """Warn of options that change again and again."""
-    options = [options._asdict() for _, _, options, _ in alike]
-    names = [name for name in Options._fields if len({each[name] for each in options}) > 1]
+    options = [each[2]._asdict() | {"group": each[4]} for each in alike]
+    names = [name for name in options[0] if len({each[name] for each in options}) > 1]
     warnings.warn(
         f"faststep: fast_step has had more than {len(alike)} values of {' and '.join(names)} for one model: each makes "
         "traces of its own, which takes seconds and memory. Keep to a few values",

@@ -15,7 +15,8 @@ class StepOutput:
     """Result of one step. The arrays are lazy: reading one waits for that step.
 
     Attributes:
-        loss: The loss, a scalar in the dtype in which the loss function returned it.
+        loss: The loss, a scalar in the dtype in which the loss function returned it; with a `group`, where there was an
+            update, the mean over its window and all ranks, float32.
         aux: What the loss function returned beside the loss (and, with `weighted=True`, beside its weight), an empty
             tuple where it returned nothing else.
         grad_norm: The global norm of the gradients before clipping, a float32 scalar; with `accumulate`, that of the
@@ -23,6 +24,7 @@ class StepOutput:
             without `max_grad_norm`.
         skipped: Whether nothing of the batch was taken, a bool scalar; False with `nonfinite="allow"`.
         weight: What the loss function returned as the loss's weight, with `weighted=True`; None otherwise.
+        local_loss: The loss of this rank's batch: `loss` without a `group`.
     """
 
     loss: mx.array
@@ -30,6 +32,7 @@ class StepOutput:
     grad_norm: mx.array | None
     skipped: mx.array | bool
     weight: Any
+    local_loss: mx.array
     _update: mx.array | bool  # True if there was one, or the array that tells if it was missed
 
     def __repr__(self) -> str:
@@ -64,7 +67,8 @@ class Stats:
             loss. "trace": calls that made a
             trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
             of it then, and on a GPU holds a large step back until the last one has let go of its memory. "wait": for
-            steps in flight. "show": giving the results to the user's objects.
+            steps in flight. "show": giving the results to the user's objects. With a `group` "ranks": exchanging sums,
+            and waiting for other ranks, which the others have not.
         bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
             model's other arrays. "replay": captures, and the static arrays that they read and write.
         unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each
@@ -72,6 +76,7 @@ class Stats:
             parameters are too coarse for the learning rate: see `compute_dtype`. None before the first reading.
         lazy: The most operations for which an argument or a new value of the model has waited when a call took it: the
             size of the graph that nobody had evaluated before.
+        given: The bytes that this process has given to sums over the ranks of its `group`.
         warnings: The texts of the warnings that were given.
     """
 
@@ -86,4 +91,5 @@ class Stats:
     bytes: dict[str, int]
     unchanged: float | None
     lazy: int
+    given: int
     warnings: tuple[str, ...]

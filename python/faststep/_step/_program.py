@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
@@ -16,6 +17,7 @@ from faststep._native import core
 from faststep._step._average import refuse_average
 from faststep._step._misuse import refuse_options
 from faststep._step._options import Options
+from faststep._step._ranks import check_ranks
 from faststep._step._user_optimizer import OwnOptimizer
 
 # model, optimizer, the loss function, its positional and named arguments
@@ -29,11 +31,15 @@ _threads: set[int] = set()  # by their numbers in the system: those with a step,
 class Program:
     """The native step of a model, an optimizer and options, for any loss function; it keeps neither object alive."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, options: Options) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, options: Options, group: mx.distributed.Group | None = None
+    ) -> None:
         """Check the options."""
         self.options = options
         self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
-        self.core = core.Step(model, optimizer, options)
+        self.core = core.Step(model, optimizer, options, group)
+        self.group = None if group is None or group.size() == 1 else group
+        self.unchecked = self.group is not None  # whether all ranks have the same
         if threading.current_thread() is not threading.main_thread():
             _threads.add(threading.get_native_id())
         self.clip_to(options.max_grad_norm)
@@ -41,6 +47,12 @@ class Program:
     def clip_to(self, max_grad_norm: float | None) -> None:
         """Clip to another norm from the next step on."""
         self.options = self.options._replace(max_grad_norm=self.core.set_max_grad_norm(max_grad_norm))
+
+    def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Compare model, optimizer and options with those of the other ranks."""
+        if self.group is not None:
+            check_ranks(model, optimizer, self.options, self.group)
+        self.unchecked = False
 
     def call(
         self,
@@ -62,6 +74,8 @@ class Program:
     def flush(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Update by the window that is open; return whether there was one."""
         call = self.call(model, optimizer, None, (), {})
+        if self.unchecked:
+            self.check_ranks(model, optimizer)
         return self.core.flush(call)
 
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 Tree = Any
 Kept = tuple[dict[str, mx.array], int]  # arrays by flat names, and the number of batches in the window
 _GROUPS = ("masters", "ema", "window")
-_SCALARS = {"weight": mx.float32, "loss_scale": mx.float32, "good_steps": mx.int32}
+_SCALARS = {"weight": mx.float32, "losses": mx.float32, "loss_scale": mx.float32, "good_steps": mx.int32}
 _COUNTS = ("steps", "updates", "skipped")
 _KNOWN = {*_GROUPS, *_SCALARS, *_COUNTS, "batches"}
 

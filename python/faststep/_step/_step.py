@@ -20,6 +20,7 @@ from faststep._step._misuse import explain, function
 from faststep._step._options import Nonfinite, Options, Replay, Transform, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
+from faststep._step._ranks import mean_gradients
 from faststep._step._user_optimizer import as_optimizer
 from faststep._watch import Watchdog, hang_report
 
@@ -77,6 +78,7 @@ class Step:
         cache_limit: int | None = None,
         clear_cache_every: int = 0,
         hang_timeout: float | None = None,
+        group: mx.distributed.Group | None = None,
     ) -> None:
         """Make the step; nothing is traced before its first call.
 
@@ -133,6 +135,8 @@ class Step:
             clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
             hang_timeout: Seconds after which a stage of a call that does not end is reported on stderr, once: what the
                 step waits for, the batch, memory, and the stacks of all threads. None: no thread watches.
+            group: The processes that train one model, each with batches of its own: gradients are averaged over them
+                before each update (docs/distributed.md). None, other than for MLX's functions: this process alone.
 
         Raises:
             TypeError: `model` or `optimizer` is something else, or an option has another type.
@@ -141,7 +145,7 @@ class Step:
         options = Options.among(locals())
         self.model, self.optimizer, self.loss_fn = model, optimizer, function(loss_fn)
         self._weighted = weighted
-        self._program = Program(model, self._optimizer, options)
+        self._program = Program(model, self._optimizer, options, group)
         self._attributes = Attributes(self._optimizer)
         self.accumulate = accumulate
         if cache_limit is not None:
@@ -199,24 +203,30 @@ class Step:
                 they were.
             RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
+            RankError: With a `group`: another rank has failed, is gone, or has another model, options or update. Nothing
+                was updated on any rank, and the window that was open is gone.
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
+        if self._program.unchecked:
+            self._program.check_ranks(self.model, self._optimizer)
         try:
-            value, norm, skipped, update = self._program.core.step(call, self._accumulate)
+            value, norm, skipped, update, mean = self._program.core.step(call, self._accumulate)
         except TypeError:
             explain(self.loss_fn, self.model, batch, named)
             raise
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
-        return StepOutput(loss, aux, norm, False if skipped is None else skipped, weight, update)
+        skipped = False if skipped is None else skipped
+        return StepOutput(loss if mean is None else mean, aux, norm, skipped, weight, loss, update)
 
     def flush(self) -> bool:
         """Update by the window that is open, averaged over what is in it.
 
-        To be called at the end of an epoch, whose last window may not be full.
+        To be called at the end of an epoch, whose last window may not be full. With a `group` on all ranks, at the same
+        update: a rank without a batch adds nothing to the average.
 
         Returns:
-            Whether there was a window.
+            Whether there was a window, on any rank.
 
         Raises:
             RuntimeError: As a step does.
@@ -276,7 +286,7 @@ class Step:
         "masters", "ema" and "window" are trees like `model.trainable_parameters()`, with what was kept for parameters
         that are frozen now, float32 where the parameters are in half precision (masters are kept for those only), and
         there only where the step keeps them; "weight", a float32 scalar, and "batches", a number, tell how much is in
-        the window; "loss_scale", a float32 scalar, goes with "good_steps", an int32 scalar; "steps", "updates" and
+        the window, and "losses", with a `group`, the sum of its losses; "loss_scale", a float32 scalar, goes with "good_steps", an int32 scalar; "steps", "updates" and
         "skipped" are the counts of `stats`. Asking waits for the steps in flight.
         """
         return _state.tree(self._program.core.state(), self._program.core.stats()[:3], self.model)
@@ -307,7 +317,8 @@ class Step:
 
         Returns:
             What the loss function returned, and the tree of gradients, before clipping: what
-            `nn.value_and_grad(model, loss_fn)(model, *batch, **named)` returns.
+            `nn.value_and_grad(model, loss_fn)(model, *batch, **named)` returns. With a `group`, loss and gradients are
+            averaged over the ranks, all of which have to call it.
 
         Raises:
             TypeError: As a step does.
@@ -315,8 +326,11 @@ class Step:
             RuntimeError: As a step does.
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
+        core, group = self._program.core, self._program.group
         try:
-            return self._program.core.gradients(call)
+            if group is None:
+                return core.gradients(call)
+            return mean_gradients(lambda: core.gradients(call), self._weighted, group)
         except TypeError:
             explain(self.loss_fn, self.model, batch, named)
             raise
@@ -351,6 +365,16 @@ class Step:
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         return memory_plan(self._program.core.memory_plan(call, self._accumulate))
+
+    def check_ranks(self) -> None:
+        """Compare model, optimizer and options with those of the other ranks of the `group`, to the bit.
+
+        The first step does so by itself. To be called on all ranks; each array is read once.
+
+        Raises:
+            RankError: Something differs: what, and on which ranks.
+        """
+        self._program.check_ranks(self.model, self._optimizer)
 
     def synchronize(self) -> None:
         """Wait for all work in flight.
@@ -398,9 +422,9 @@ class Step:
     def stats(self) -> Stats:
         """Counts, mode, traces, times and memory so far."""
         found = self._program.core.stats()
-        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged, lazy, warned = found
+        steps, updates, skipped, mode, traces, traced, seconds, held, unchanged, lazy, given, warned = found
         counts = steps, updates, skipped
-        return Stats(*counts, *mode, tuple(traces), traced, seconds, held, unchanged, lazy, tuple(warned))
+        return Stats(*counts, *mode, tuple(traces), traced, seconds, held, unchanged, lazy, given, tuple(warned))
 
 
 def _report_hang(step: Step, stage: str, seconds: float) -> None:

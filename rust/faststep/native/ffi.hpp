@@ -147,6 +147,13 @@ int faststep_is_transforming() noexcept;
 int faststep_array_is_zero(const void* array) noexcept;
 // The most ranks between which lazy arrays are exchanged on the way to these.
 int faststep_arrays_ranks(const void* const* arrays, size_t count) noexcept;
+// A group of mlx::core::distributed, from one that lies somewhere else; freed by faststep_group_free.
+void* faststep_group_new(const void* group) noexcept;
+void faststep_group_free(void* group) noexcept;
+int faststep_group_rank(const void* group) noexcept;
+int faststep_group_size(const void* group) noexcept;
+// The lazy sum of an array over the group, on the stream of its back end.
+int faststep_group_sum(const void* group, const void* array, void** sum);
 // After an error of the device, which is known: waits for all that is under way, and has none of the arrays wait any more.
 void faststep_arrays_recover(const void* const* arrays, size_t count) noexcept;
 // Evaluates arrays, on a CPU each operation when the one before is done.

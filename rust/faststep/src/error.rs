@@ -66,6 +66,15 @@ pub enum Error {
     #[error("{0}; nothing was updated")]
     Nonfinite(String),
 
+    /// Ranks of a group that have failed, do not agree or are gone: nothing was updated.
+    #[error("{message}")]
+    Ranks {
+        /// The numbers of the ranks at fault, as far as they are known.
+        ranks: Vec<usize>,
+        /// What is wrong with them, at which update.
+        message: String,
+    },
+
     /// A checkpoint that cannot be written or read; what was there before is there still.
     #[error("{}: {reason}", path.display())]
     Checkpoint {

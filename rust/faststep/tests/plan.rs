@@ -128,7 +128,7 @@ fn the_trace_of_a_plan_is_the_step_s() {
     let mut engine = Engine::new(layout, parameters, state).unwrap();
     let step = |engine: &mut Engine, trace: &mut Trace| {
         let name = |tensor| format!("tensor {tensor}");
-        engine.call(Task::Whole, alone(trace), call(WIDTH), &name, &mut ())
+        engine.call(Task::Whole, alone(trace), call(WIDTH), &name, &mut (), None)
     };
     step(&mut engine, &mut trace).unwrap();
     let after = plan(&mut engine, &mut trace, call(WIDTH)).unwrap();

@@ -148,6 +148,7 @@ impl Run {
             call,
             &|i| format!("tensor {i}"),
             &mut (),
+            None,
         )?;
         Ok(output.batch)
     }

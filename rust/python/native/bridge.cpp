@@ -1,6 +1,8 @@
 // Joins the nanobind domain of mlx.core, so that its arrays are ours: read, made and overwritten without a copy.
 #include "arrays.h"
 
+#include "mlx/distributed/distributed.h"
+
 namespace mx = mlx::core;
 namespace nb = nanobind;
 using faststep::array_type;
@@ -41,6 +43,12 @@ void* faststep_bridge_borrow(PyObject* object) {
 // A copy of the handle inside the object; the caller owns it.
 void* faststep_bridge_clone(PyObject* object) {
   return new mx::array(*inside(object));
+}
+
+// The group inside an mx.distributed.Group, which keeps owning it, or null.
+const void* faststep_bridge_group(PyObject* object) {
+  using mx::distributed::Group;
+  return nb::isinstance<Group>(nb::handle(object)) ? nb::inst_ptr<Group>(nb::handle(object)) : nullptr;
 }
 
 // A new object for the array, or null with a Python error set.

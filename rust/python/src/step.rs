@@ -36,11 +36,15 @@ use std::{
 };
 
 use faststep::{
-    engine::{array, Flags, NamedAuxState, Seconds, Stage},
+    engine::{array, Flags, NamedAuxState, Ranks, Seconds, Stage},
     Error,
 };
 use mlx_rs::Array;
-use pyo3::{exceptions::PyRuntimeError, prelude::*, PyVisit};
+use pyo3::{
+    exceptions::{PyRuntimeError, PyTypeError},
+    prelude::*,
+    PyVisit,
+};
 
 use crate::mlx::collector::{Collector, Refers, Visited};
 use crate::{
@@ -95,6 +99,7 @@ struct Watched {
 #[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 struct Inner {
     options: Options,
+    ranks: Option<Ranks>,
     varies_norm: bool,  // the norm to which gradients are clipped has been another
     checked: bool,      // whether there is a compiler
     numpy_as_mlx: bool, // NumPy arrays are passed as mx.arrays
@@ -132,7 +137,8 @@ struct Spent {
 type State<'py> = (BTreeMap<String, Bound<'py, PyAny>>, usize);
 
 /// Steps, updates and skipped batches, the mode and its reason, the kept traces and the number of all, seconds and
-/// bytes by name, the share of weights that an update left as they were, operations of the largest lazy argument.
+/// bytes by name, the share of weights that an update left as they were, operations of the largest lazy argument, bytes given
+/// to other ranks, warnings.
 type Stats = (
     usize,
     usize,
@@ -143,6 +149,7 @@ type Stats = (
     HashMap<&'static str, f64>,
     HashMap<&'static str, usize>,
     Option<f64>,
+    usize,
     usize,
     Vec<String>,
 );
@@ -173,17 +180,21 @@ impl Step {
     }
 
     #[new]
+    #[pyo3(signature = (model, optimizer, options, group=None))]
     fn new(
         model: &Bound<'_, PyAny>,
         optimizer: &Bound<'_, PyAny>,
         options: &Bound<'_, PyAny>,
+        group: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let own_updates = Updates::read(options)?;
-        let options = Options::read(options)?;
+        let ranks = group.map(ranks).transpose()?.flatten();
+        let options = Options::read(options, ranks.is_some())?;
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
                 options,
+                ranks,
                 varies_norm: false,
                 checked: false,
                 numpy_as_mlx: false,
@@ -209,8 +220,8 @@ impl Step {
         })
     }
 
-    /// One step: what the loss function returned, the gradients' norm before clipping, whether the batch was skipped, and
-    /// whether there was an update, or whether it was missed.
+    /// One step: what the loss function returned, the gradients' norm before clipping, whether the batch was skipped,
+    /// whether there was an update, or whether it was missed, and the mean loss of the window over all ranks where that is known.
     fn step<'py>(&self, user: Arguments<'py>, accumulate: usize) -> PyResult<Returned<'py>> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, shared| {
@@ -226,14 +237,15 @@ impl Step {
         })
     }
 
-    /// Update by a window that is not full; whether there was one.
+    /// Update by a window that is not full; whether there was one, on any rank.
     fn flush(&self, user: Arguments<'_>) -> PyResult<bool> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, shared| {
-            if shared.enter()?.batches() == 0 {
+            if inner.ranks.is_none() && shared.enter()?.batches() == 0 {
                 return Ok(false);
             }
-            inner.step(shared, user, 1, true).map(|_| true)
+            inner.step(shared, user, 1, true)?;
+            Ok(inner.ranks.as_ref().is_none_or(|it| it.weight() != 0.0))
         })
     }
 
@@ -335,6 +347,8 @@ impl Step {
             for flags in [&mut inner.skips, &mut inner.misses] {
                 read(flags.read(0, &|flag| is_true(py, flag)))?;
             }
+            let mut seconds = inner.seconds.by_name();
+            seconds.extend(inner.ranks.as_ref().map(|it| ("ranks", it.seconds())));
             Ok((
                 inner.steps,
                 inner.updates - inner.misses.count(),
@@ -342,13 +356,14 @@ impl Step {
                 inner.mode.clone(),
                 inner.traces.records(),
                 inner.traces.made(),
-                inner.seconds.by_name(),
+                seconds,
                 bytes(py, &store)?,
                 store
                     .engine
                     .as_ref()
                     .and_then(faststep::engine::Engine::unchanged),
                 store.lazy.most(),
+                inner.ranks.as_ref().map_or(0, Ranks::bytes),
                 inner.warned.clone(),
             ))
         })
@@ -400,13 +415,26 @@ impl Drop for UnderWay<'_> {
 }
 
 /// The loss function's return value, the gradients' norm, whether the batch was skipped, whether there was an update (or
-/// the flag that tells whether it was missed).
+/// the flag that tells whether it was missed), the mean loss over ranks.
 type Returned<'py> = (
     Bound<'py, PyAny>,
     Option<Bound<'py, PyAny>>,
     Option<Bound<'py, PyAny>>,
     Bound<'py, PyAny>,
+    Option<Bound<'py, PyAny>>,
 );
+
+// the ranks of a group; none where it is one of one, or none
+fn ranks(group: &Bound<'_, PyAny>) -> PyResult<Option<Ranks>> {
+    let got = || group.get_type().fully_qualified_name();
+    match bridge::group(group) {
+        Some(group) => Ok((group.size() > 1).then(|| Ranks::new(group))),
+        None => Err(PyTypeError::new_err(format!(
+            "group: expected mx.distributed.Group or None, got {}",
+            got()?
+        ))),
+    }
+}
 
 impl Spent {
     fn by_name(&self) -> HashMap<&'static str, f64> {

@@ -48,6 +48,10 @@ impl Engine {
             },
             average: average.map(by_tensor).transpose()?,
             window: self.window.zip(places.window).map(window).transpose()?,
+            losses: places
+                .losses
+                .filter(|_| self.window.is_some())
+                .map(|at| self.state[at].clone()),
             scale: places
                 .scale
                 .map(|at| [self.state[at].clone(), self.state[at + 1].clone()]),
@@ -67,6 +71,7 @@ impl Engine {
             average: aux_state.average.is_some(),
             window: aux_state.window.is_some(),
             scale: aux_state.scale.is_some(),
+            losses: aux_state.losses.is_some(),
             ..Needs::default()
         })?;
         if self.dry_run {
@@ -81,6 +86,9 @@ impl Engine {
         if let (Some(window), Some(first)) = (&aux_state.window, self.places.window) {
             self.set_kept(&window.sums, first)?;
             self.state[first + self.layout.len()] = window.weight.clone();
+        }
+        if let (Some(losses), Some(at)) = (&aux_state.losses, self.places.losses) {
+            self.state[at] = losses.clone();
         }
         if let (Some(scale), Some(at)) = (&aux_state.scale, self.places.scale) {
             self.state.splice(at..at + 2, scale.iter().cloned());

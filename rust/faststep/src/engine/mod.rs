@@ -8,7 +8,7 @@
 //! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old
 //! arrays, hands the graph to MLX and takes up the new ones (`state`). `sample` and `meter` look at what some updates did,
 //! `nonfinite` at batches that are no numbers; `stage` tells other threads what a call is doing, `profile` measures its
-//! operations. `replay` launches a step again that has been captured.
+//! operations. `replay` launches a step again that has been captured; `ranks` sums gradients over other processes.
 mod aux_state;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod engine;
@@ -18,6 +18,7 @@ mod meter;
 pub mod nonfinite;
 mod plan;
 mod profile;
+mod ranks;
 mod replay;
 mod run;
 mod sample;
@@ -27,6 +28,7 @@ mod state;
 pub use engine::{Engine, Output, Owner, Seconds};
 pub use flags::Flags;
 pub use plan::PlannedCalls;
+pub use ranks::Ranks;
 pub use stage::{Stage, StageClock, StageEvent};
 
 pub use crate::{
@@ -39,6 +41,7 @@ pub use crate::{
     mlx::{
         array, blas,
         called::{self, CallGraph, Replayed, Roots, Tracers},
+        group::Group,
         join, measure, memory,
         rebind::RebindError,
     },

@@ -57,6 +57,11 @@ pub(super) fn check(
 
 // refuses an update whose window's sum is no number
 pub(super) fn check_update(update: &Outputs) -> Result<()> {
+    let loss = update.loss.as_ref().map(Array::try_item_exact::<f32>);
+    let skipped = update.skipped.as_ref().map(is_true).transpose()?;
+    if let (Some(Ok(loss)), Some(true)) = (loss, skipped) {
+        return refuse(format!("over all ranks the loss is {loss}, or the gradients' norm not finite")); // only what is summed over ranks has one
+    }
     check_norm(update, "the sum of the window's gradients")
 }
 

@@ -6,6 +6,7 @@ use mlx_rs::Array;
 use super::{
     evaluate::{evaluate, Work},
     nonfinite,
+    ranks::Round,
     replay::{Launch, OnGraph},
     Engine, Output, Owner, Seconds, Stage,
 };
@@ -33,11 +34,11 @@ impl Engine {
     /// One call by the traces of its task. After a step, parameters and state are the new ones, lazily; at most
     /// [`Options::in_flight`] steps are under way then. Large ones overlap within the memory that one takes alone.
     ///
-    /// `name`: that of a tensor, for an error.
+    /// `name`: that of a tensor, for an error; `ranks`: those over which a window is summed before its update.
     ///
     /// # Errors
     /// [`Error::Trace`], [`Error::Compile`], [`Error::FirstEvaluation`], [`Error::Beside`] and [`Error::Nonfinite`] leave everything
-    /// as it was.
+    /// as it was; [`Error::Ranks`] all but the window, which is gone.
     pub fn call(
         &mut self,
         task: Task,
@@ -45,12 +46,13 @@ impl Engine {
         call: Call,
         name: &dyn Fn(usize) -> String,
         owner: &mut dyn Owner,
+        ranks: Option<Round<'_>>,
     ) -> Result<Output> {
         let raises = traces.trace.recipe.options.raises();
         let output = match task {
             Task::Gradients => return self.gradients(traces.trace, call, owner).map(Output::of),
-            Task::Flush => self.flush(traces.trace, &call, owner)?,
-            Task::Whole | Task::Batch { .. } => self.step(traces, call, name, owner)?,
+            Task::Flush => self.flush(traces.trace, &call, owner, ranks)?,
+            Task::Whole | Task::Batch { .. } => self.step(traces, call, name, owner, ranks)?,
         };
         if raises && task.accumulates() && task.updates() {
             nonfinite::check_update(output.last())?;
@@ -65,6 +67,7 @@ impl Engine {
         call: Call,
         name: &dyn Fn(usize) -> String,
         owner: &mut dyn Owner,
+        ranks: Option<Round<'_>>,
     ) -> Result<Output> {
         self.begin(owner)?;
         let options = trace.recipe.options;
@@ -77,7 +80,7 @@ impl Engine {
             _ => None,
         };
         let adds = trace.recipe.part == Part::Batch;
-        let batch = self.run(trace, call, owner)?;
+        let mut batch = self.run(trace, call, owner)?;
         self.note(&batch);
         let waiting = Instant::now();
         let refused = if options.raises() {
@@ -91,6 +94,9 @@ impl Engine {
         let window = self.window;
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
+        }
+        if let (Some(round), true, true) = (ranks, approved, update.is_some()) {
+            self.reduce(round, &options, owner)?;
         }
         let update = match update.zip(beside) {
             Some((trace, beside)) if approved => match self.update(
@@ -106,6 +112,9 @@ impl Engine {
             },
             _ => None,
         };
+        if let (true, Some(update)) = (options.reduced, &update) {
+            batch.skipped.clone_from(&update.skipped); // what one rank had was bad for all
+        }
         self.schedule.end();
         let waited = self.wait(options.in_flight, owner);
         refused.map_or(waited, Err)?;
@@ -117,8 +126,24 @@ impl Engine {
     }
 
     // updates by a window that is not full
-    fn flush(&mut self, update: &mut Trace, call: &Call, owner: &mut dyn Owner) -> Result<Output> {
+    fn flush(
+        &mut self,
+        update: &mut Trace,
+        call: &Call,
+        owner: &mut dyn Owner,
+        ranks: Option<Round<'_>>,
+    ) -> Result<Output> {
         self.begin(owner)?;
+        if let Some((ranks, number)) = ranks {
+            self.reduce((&mut *ranks, number), &update.recipe.options, owner)?;
+            if ranks.weight() == 0.0 {
+                self.drop_window(); // no rank has a batch
+                return Ok(Output::of(Outputs {
+                    skipped: Some(Array::from_bool(true)),
+                    ..Outputs::default()
+                }));
+            }
+        }
         let call = call.of_update(update.recipe.others, &[]);
         let outputs = self.update(update, call, owner)?;
         self.averages |= update.recipe.options.ema_decay.is_some();

@@ -23,6 +23,8 @@ pub struct Needs {
     pub window: bool,
     /// A scale of the loss.
     pub scale: bool,
+    /// The sum of the window's losses, each times its weight.
+    pub losses: bool,
     /// So many numbers of the optimizer's options that are others at each step.
     pub numbers: usize,
     /// The norm to which gradients are clipped, where it is another at each step.
@@ -42,6 +44,8 @@ pub struct Places {
     pub window: Option<usize>,
     /// The scale, and the number of good steps since it last changed.
     pub scale: Option<usize>,
+    /// The sum of the window's losses, each times its weight, a float32 scalar.
+    pub losses: Option<usize>,
     /// The numbers of the optimizer's options, float32 scalars.
     pub numbers: Option<usize>,
     /// The norm to which gradients are clipped, a float32 scalar.
@@ -104,6 +108,10 @@ impl Places {
         if needs.scale && self.scale.is_none() {
             self.scale = Some(start + new.len());
             new.extend(precision::first_scale());
+        }
+        if needs.losses && self.losses.is_none() {
+            self.losses = Some(start + new.len());
+            new.push(Array::from_f32(0.0));
         }
         if needs.numbers > 0 && self.numbers.is_none() {
             self.numbers = Some(start + new.len());
@@ -171,6 +179,8 @@ pub struct AuxState {
     pub average: Option<Vec<Option<Array>>>,
     /// The open window.
     pub window: Option<Window>,
+    /// The sum of the open window's losses, each times its weight, a float32 scalar.
+    pub losses: Option<Array>,
     /// The scale of the loss, float32, and the good steps since it last changed, int32: scalars.
     pub scale: Option<[Array; 2]>,
 }

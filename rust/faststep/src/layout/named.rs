@@ -15,8 +15,8 @@ type Arrays = BTreeMap<String, Array>;
 
 /// The groups of arrays by tensor, as `Step.state` names them in Python.
 const GROUPS: [&str; 3] = ["masters", "ema", "window"];
-/// The scalars beside them: the sum of the window's weights, the loss scale, and the good steps since it last changed.
-const SCALARS: [&str; 3] = ["weight", "loss_scale", "good_steps"];
+/// The scalars beside them: the sums of the window's weights and losses, the loss scale, and the good steps since it last changed.
+const SCALARS: [&str; 4] = ["weight", "losses", "loss_scale", "good_steps"];
 
 /// An [`AuxState`] with the names of its tensors.
 #[derive(Clone, Debug, Default)]
@@ -99,6 +99,7 @@ impl NamedAuxState {
                 sums: other(&window.sums),
                 ..window.clone()
             }),
+            losses: self.state.losses.clone(),
             scale: self.state.scale.clone(),
         }
     }
@@ -127,7 +128,8 @@ impl NamedAuxState {
             .scale
             .clone()
             .map_or([None, None], |scale| scale.map(Some));
-        let scalars = [window.map(|window| window.weight.clone()), scale, good];
+        let weight = window.map(|window| window.weight.clone());
+        let scalars = [weight, state.losses.clone(), scale, good];
         let scalars = SCALARS.iter().zip(scalars);
         arrays.extend(scalars.filter_map(|(name, array)| Some(((*name).to_owned(), array?))));
         arrays
@@ -136,7 +138,7 @@ impl NamedAuxState {
     /// Read such arrays, and the number of batches in the window.
     #[must_use]
     pub fn of_arrays(mut arrays: Arrays, batches: usize) -> Self {
-        let [weight, scale, good] = SCALARS.map(|name| arrays.remove(name));
+        let [weight, losses, scale, good] = SCALARS.map(|name| arrays.remove(name));
         let mut groups: [HashMap<String, Array>; 3] = Default::default();
         let mut names = Vec::new();
         for (key, array) in arrays {
@@ -163,6 +165,7 @@ impl NamedAuxState {
                 sums: sums.unwrap_or_default(),
                 weight,
             }),
+            losses: losses.filter(|_| batches > 0),
             scale: scale.zip(good).map(<[Array; 2]>::from),
         };
         Self { names, state }

@@ -169,6 +169,11 @@ extern "C" {
     pub(crate) fn faststep_is_transforming() -> c_int;
     pub(crate) fn faststep_array_is_zero(array: Handle) -> c_int;
     pub(crate) fn faststep_arrays_ranks(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_group_new(group: *const c_void) -> *mut c_void;
+    pub(crate) fn faststep_group_free(group: *mut c_void);
+    pub(crate) fn faststep_group_rank(group: *const c_void) -> c_int;
+    pub(crate) fn faststep_group_size(group: *const c_void) -> c_int;
+    pub(crate) fn faststep_group_sum(group: *const c_void, array: Handle, sum: *mut New) -> c_int;
     pub(crate) fn faststep_arrays_recover(arrays: Handles, count: usize);
     pub(crate) fn faststep_eval_one_by_one(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_synchronize() -> c_int;

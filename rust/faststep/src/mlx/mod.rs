@@ -4,7 +4,8 @@
 //!
 //! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
 //! `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write
-//! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by, and `caller` is for small steps on a CPU.
+//! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by, and `caller` is for small steps on a CPU. `group` has the sums over other
+//! processes.
 pub mod array;
 pub mod blas;
 pub mod called;
@@ -12,6 +13,7 @@ pub(crate) mod caller;
 pub(crate) mod ffi;
 pub(crate) mod fuse;
 pub mod graph;
+pub mod group;
 pub mod join;
 pub mod kernels;
 pub(crate) mod means;

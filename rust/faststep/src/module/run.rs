@@ -92,6 +92,6 @@ impl<M: ModuleParameters + 'static> Step<M> {
             rest,
         };
         let traces = self.traces.of(task).ok_or_else(Error::no_loss)?;
-        self.engine.call(task, traces, call, &name, &mut ())
+        self.engine.call(task, traces, call, &name, &mut (), None)
     }
 }

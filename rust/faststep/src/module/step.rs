@@ -159,7 +159,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// When the loss function panics; everything is then as it was.
     pub fn step(&mut self, batch: &[Array]) -> Result<StepOutput> {
         self.take_in()?;
-        let task = Task::of(self.options.accumulate, self.engine.batches());
+        let task = Task::of(self.options.accumulate, self.engine.batches(), false);
         let output = self.run(batch, task)?;
         self.steps += 1;
         self.clear_cache();

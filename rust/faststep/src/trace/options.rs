@@ -91,6 +91,8 @@ pub struct Options {
     pub cache_limit: Option<usize>,
     /// Clear MLX's cache after every so many steps; 0: never.
     pub clear_cache_every: usize,
+    /// True in a step whose gradients are summed over the ranks of a group before each update: every batch goes into a window.
+    pub reduced: bool,
 }
 
 impl Default for Options {
@@ -109,6 +111,7 @@ impl Default for Options {
             max_traces: 64,
             cache_limit: None,
             clear_cache_every: 0,
+            reduced: false,
         }
     }
 }
@@ -247,6 +250,13 @@ impl Options {
         (self.nonfinite != Nonfinite::Allow).then_some(Guard { max_loss })
     }
 
+    /// The condition for leaving a batch out of its window. What is summed over ranks has its limit there.
+    #[must_use]
+    pub(crate) fn batch_guard(&self) -> Option<Guard> {
+        let guard = self.guard();
+        guard.map(|guard| if self.reduced { Guard::default() } else { guard })
+    }
+
     /// Return whether a step that is not taken is an error.
     #[must_use]
     pub fn raises(&self) -> bool {
@@ -261,6 +271,7 @@ impl Options {
             average: self.ema_decay.is_some(),
             window,
             scale: precision::scales(self.compute_dtype),
+            losses: window && self.reduced,
             ..Needs::default()
         }
     }

@@ -18,10 +18,10 @@ pub enum Task {
 }
 
 impl Task {
-    /// The task of a batch where `accumulate` batches make one update and `open` of them are in the window.
+    /// The task of a batch where `accumulate` batches make one update and `open` of them are in the window; `reduced`: over ranks.
     #[must_use]
-    pub fn of(accumulate: usize, open: usize) -> Self {
-        if accumulate <= 1 && open == 0 {
+    pub fn of(accumulate: usize, open: usize, reduced: bool) -> Self {
+        if accumulate <= 1 && open == 0 && !reduced {
             return Self::Whole;
         }
         Self::Batch {

@@ -8,6 +8,7 @@
 
 use std::{ffi::c_void, ptr::null_mut};
 
+use faststep::engine::Group;
 use mlx_rs::Array;
 use pyo3::{
     ffi::PyObject,
@@ -20,6 +21,7 @@ extern "C" {
     fn faststep_bridge_is_array(object: *mut PyObject) -> i32;
     fn faststep_bridge_borrow(object: *mut PyObject) -> *mut c_void;
     fn faststep_bridge_clone(object: *mut PyObject) -> *mut c_void;
+    fn faststep_bridge_group(object: *mut PyObject) -> *const c_void;
     fn faststep_bridge_wrap(array: *const c_void) -> *mut PyObject;
     fn faststep_bridge_assign(object: *mut PyObject, array: *const c_void);
     fn faststep_array_id(array: *const c_void) -> usize;
@@ -81,6 +83,15 @@ pub fn get(object: &Bound<'_, PyAny>) -> Option<Array> {
             ctx: faststep_bridge_clone(object.as_ptr()),
         })
     })
+}
+
+/// The group inside an `mx.distributed.Group`; `None` for other objects.
+pub fn group(object: &Bound<'_, PyAny>) -> Option<Group> {
+    // SAFETY: a live object in; null, or the group that it owns, of which `of` makes a handle at once.
+    unsafe {
+        let group = faststep_bridge_group(object.as_ptr());
+        (!group.is_null()).then(|| Group::of(group))
+    }
 }
 
 /// A new `mx.array` object.

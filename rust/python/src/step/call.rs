@@ -2,7 +2,7 @@
 //! it is shown.
 use std::time::Instant;
 
-use faststep::engine::{memory, Output, Outputs, Rule, Stage, Task};
+use faststep::engine::{memory, Output, Outputs, Ranks, Rule, Stage, Task};
 use mlx_rs::Array;
 use pyo3::{
     exceptions::PyTypeError,
@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     host::{Called, LossInputs},
-    mlx::{bridge, errors::mlx},
+    mlx::{bridge, errors::mlx, gil::Waiting},
     optimizer::HostSchedules,
     store::{registry::Shared, Prepared, Store},
     tree::rebuild::rebuild,
@@ -58,14 +58,34 @@ impl Inner {
             if flush {
                 Task::Flush
             } else {
-                Task::of(accumulate, store.batches())
+                Task::of(accumulate, store.batches(), self.options.reduced)
             }
         };
-        let done = self.take(shared, &mut user, task)?;
+        let rounds = self.ranks.as_ref().map_or(0, Ranks::rounds);
+        let done = match self.take(shared, &mut user, task) {
+            Ok(done) => done,
+            Err(error) => return Err(self.failed(py, shared, rounds, error)),
+        };
         let returned = self.returned(py, &done)?;
         let taken = self.taken(py, &done.output, returned, task)?;
         self.warn(py, shared)?;
         Ok(taken)
+    }
+
+    // the error of a call, behind the round in which other ranks hear of it
+    fn failed(&mut self, py: Python<'_>, shared: &Shared, rounds: usize, error: PyErr) -> PyErr {
+        let update = self.updates + 1;
+        let Some(ranks) = self.ranks.as_mut().filter(|it| it.rounds() == rounds) else {
+            return error;
+        };
+        shared.clock.enter(Stage::Collective);
+        if let Ok(mut store) = shared.enter() {
+            if let Some(engine) = store.engine.as_mut() {
+                engine.drop_window();
+            }
+        }
+        drop(ranks.fail(update, &mut Waiting(py))); // what has gone wrong here comes before what does there
+        error
     }
 
     // the arguments; those of a flush are none
@@ -326,14 +346,16 @@ impl Inner {
         let skipped = wrap(&output.batch.skipped)?;
         if !task.updates() {
             let updated = PyBool::new(py, false).to_owned().into_any();
-            return Ok((returned, None, skipped, updated));
+            return Ok((returned, None, skipped, updated, None));
         }
         self.updates += 1;
         let missed = update.skipped.as_ref();
         read(self.misses.push(missed, &|flag| is_true(py, flag)))?;
         let missed = wrap(&update.skipped)?;
         let updated = missed.unwrap_or_else(|| PyBool::new(py, true).to_owned().into_any());
-        Ok((returned, wrap(&update.norm)?, skipped, updated))
+        let mean = self.ranks.as_ref().and(output.update.as_ref());
+        let mean = mean.map_or(Ok(None), |update| wrap(&update.loss))?;
+        Ok((returned, wrap(&update.norm)?, skipped, updated, mean))
     }
 
     fn warn(&mut self, py: Python<'_>, shared: &Shared) -> PyResult<()> {

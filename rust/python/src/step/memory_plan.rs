@@ -103,7 +103,7 @@ impl Inner {
         drafts: bool,
         work: &mut dyn FnMut(&mut Holder<'_, '_>, Rehearsed<'_>) -> Result<T, Error>,
     ) -> PyResult<T> {
-        let (task, calls) = window_of(accumulate, &*shared.enter()?);
+        let (task, calls) = window_of(accumulate, self.options.reduced, &*shared.enter()?);
         let batch = self.batch(shared, &mut user, task)?;
         let take: Take<'_> = if drafts {
             Store::prepare_draft
@@ -215,8 +215,8 @@ pub(super) struct Rehearsed<'a> {
 }
 
 /// The whole window, regardless of the batches in it now: the task of its last call, which updates, and how many there are.
-fn window_of(accumulate: usize, store: &Store) -> (Task, usize) {
-    match Task::of(accumulate, store.batches()) {
+fn window_of(accumulate: usize, reduced: bool, store: &Store) -> (Task, usize) {
+    match Task::of(accumulate, store.batches(), reduced) {
         Task::Whole => (Task::Whole, 1),
         _ => (Task::Batch { fills: true }, accumulate),
     }

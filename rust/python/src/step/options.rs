@@ -133,12 +133,13 @@ impl Options {
         Ok(new != old)
     }
 
-    /// Read and check them.
+    /// Read and check them; `reduced`: those of a step with a group.
     ///
     /// # Errors
     /// `ValueError` for an option that is out of its range, `TypeError` for one of another type.
-    pub fn read(options: &Bound<'_, PyAny>) -> PyResult<Self> {
+    pub fn read(options: &Bound<'_, PyAny>, reduced: bool) -> PyResult<Self> {
         let mut step = engine::Options::default();
+        step.reduced = reduced;
         for (name, field) in step.fields() {
             if let Some(value) = options.getattr_opt(name)? {
                 set(name, field, &value)?;

@@ -76,17 +76,21 @@ impl Inner {
         let signature = store.signature()?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let given = (prepared, batch, &mut *way);
+        let (mut ranks, update) = (self.ranks.take(), self.updates + 1);
         let output = self.evaluate(
             store,
             user,
             given,
             task,
             &mut |engine, traces, call, holder| {
-                let outcome = engine.call(task, traces, call, &name, holder);
+                let ranks = ranks.as_mut().map(|ranks| (ranks, update));
+                let outcome = engine.call(task, traces, call, &name, holder, ranks);
                 let done = outcome.is_ok() || matches!(outcome, Err(Error::Nonfinite(_)));
                 (outcome, done && task != Task::Gradients)
             },
-        )?;
+        );
+        self.ranks = ranks;
+        let output = output?;
         let seconds = started.elapsed().as_secs_f64();
         let new = self.traces.settle(seconds);
         if new {

@@ -178,7 +178,7 @@ impl<'a> Body<'a> {
         weight: Option<&Array>,
     ) -> Result<Option<Array>> {
         let (Some(guard), Some(norm), Some(loss)) =
-            (self.recipe.options.guard(), norm, &outputs.loss)
+            (self.recipe.options.batch_guard(), norm, &outputs.loss)
         else {
             return Ok(None);
         };
@@ -228,6 +228,18 @@ impl<'a> Body<'a> {
         if outputs.skipped.is_none() {
             outputs.skipped = good.map(Array::logical_not).transpose()?;
         }
+        if self.recipe.options.reduced {
+            return Ok(()); // the scale is that of all ranks
+        }
+        self.next_scale(inputs, good, outputs)
+    }
+
+    fn next_scale(
+        &self,
+        inputs: &Inputs,
+        good: Option<&Array>,
+        outputs: &mut Outputs,
+    ) -> Result<()> {
         if let (Some(scale), Some(good), Some(at)) =
             (self.scale(inputs), good, self.recipe.places.scale)
         {

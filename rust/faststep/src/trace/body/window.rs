@@ -13,6 +13,10 @@ use crate::{
     trace::{guard::Guard, outputs::Outputs, recipe::Rule},
 };
 
+/// A loss that sets parameters itself.
+const ASSIGNED: &str = "the loss function assigns to a trainable parameter: expected one that does not in a step with a group, because \
+     the ranks would have different values. Keep what it sets as a frozen parameter or a buffer";
+
 impl Body<'_> {
     // add the weighted gradients to the window; the first batch of a window, skipped or not, clears the previous sums
     pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
@@ -44,9 +48,23 @@ impl Body<'_> {
             outputs.state.push((first + buffer, new));
         }
         let total = begun(total)?;
-        let new = choose(good.as_ref(), total.add(weight)?, &total)?;
+        let reduced = self.recipe.options.reduced;
+        let left_out = if reduced {
+            Array::from_f32(f32::NAN) // a bad batch is one for all ranks
+        } else {
+            total.clone()
+        };
+        let new = choose(good.as_ref(), total.add(&weight)?, &left_out)?;
         outputs.state.push((first + gradients.len(), new));
+        if let (true, Some(at), Some(loss)) = (reduced, self.recipe.places.losses, &outputs.loss) {
+            let losses = begun(inputs.state.get(at).ok_or_else(short)?)?;
+            let loss = loss.as_dtype(Dtype::Float32)?.multiply(&weight)?;
+            outputs.state.push((at, losses.add(loss)?));
+        }
         if !made.rebound.is_empty() {
+            if reduced {
+                return Err(Exception::custom(ASSIGNED));
+            }
             self.assign(inputs, &made.rebound, good.as_ref(), &mut outputs)?;
         }
         self.finish_outputs(inputs, good.as_ref(), &mut outputs)?;
@@ -68,7 +86,15 @@ impl Body<'_> {
             }
             outputs.norm = Some(norm);
         }
+        if self.recipe.options.reduced {
+            let losses = self.recipe.places.losses.and_then(|at| inputs.state.get(at));
+            outputs.loss = Some(losses.ok_or_else(short)?.multiply(&share)?);
+        }
         let good = match (self.recipe.options.guard(), &outputs.norm) {
+            (Some(guard), Some(norm)) if outputs.loss.is_some() => {
+                let loss = outputs.loss.as_ref().ok_or_else(short)?;
+                Guard::any(&guard.good(loss, norm)?, total)?
+            }
             (Some(_), Some(norm)) => Guard::any(&Guard::finite(norm)?, total)?,
             // with a guard, all batches of the window may have been skipped
             _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
@@ -85,6 +111,9 @@ impl Body<'_> {
         }
         self.update(inputs, rule, &[], &gradients, Some(&good), &mut outputs)?;
         self.choose_others(inputs, Some(&good), &mut outputs)?;
+        if self.recipe.options.reduced {
+            self.next_scale(inputs, Some(&good), &mut outputs)?;
+        }
         outputs.skipped = Some(good.logical_not()?);
         // depends on the total, so that it is an output of this step and not a constant
         let closed = Array::from_f32(CLOSED);

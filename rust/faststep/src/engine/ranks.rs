@@ -1,0 +1,394 @@
+//! The other ranks of a step: rounds, one for each update, in which the gradients of a window are summed over all of them.
+//!
+//! A round begins with a row of numbers for each rank, which all get: a rank that has failed, is at another update or trains
+//! something else is an error on all of them, before anything else is exchanged. Then the buffers are summed, one after
+//! another in the order of the layout. The ranks may trace, capture and evaluate differently: a round is outside of all that.
+use std::{
+    fmt::Write,
+    hash::{DefaultHasher, Hash, Hasher},
+    rc::Rc,
+    time::Instant,
+};
+
+use mlx_rs::{
+    error::{Exception, Result as MlxResult},
+    ops,
+    transforms::{async_eval, eval},
+    Array,
+};
+
+use super::{evaluate::evaluate, Engine, Owner, Stage};
+use crate::{
+    error::{unread, Error, Result},
+    layout::{aux_state::CLOSED, Layout},
+    mlx::{array, group::Group},
+    trace::Options,
+};
+
+/// Buffers of one dtype are summed together until they have so many bytes: that of `nn.average_gradients`.
+const JOINED_BYTES: usize = 32 << 20;
+/// The numbers of a row.
+const ROW: usize = 6;
+/// Hashes and counts within a row are whole numbers below this, which float32 has exactly.
+const EXACT: u64 = 1 << 24;
+
+/// The numbers of one rank in a round.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Row {
+    weight: f32, // of its window; NaN with a bad batch
+    losses: f32, // the sum of the losses, each times its weight
+    failed: f32, // 1 if it has failed
+    update: f32,
+    layout: f32,
+    options: f32,
+}
+
+impl Row {
+    fn numbers(self) -> [f32; ROW] {
+        [
+            self.weight,
+            self.losses,
+            self.failed,
+            self.update,
+            self.layout,
+            self.options,
+        ]
+    }
+
+    fn of(numbers: &[f32]) -> Self {
+        let at = |index: usize| numbers.get(index).copied().unwrap_or(f32::NAN);
+        Self {
+            weight: at(0),
+            losses: at(1),
+            failed: at(2),
+            update: at(3),
+            layout: at(4),
+            options: at(5),
+        }
+    }
+}
+
+/// The ranks of a step, and the number of the update that they are to make.
+pub(super) type Round<'a> = (&'a mut Ranks, usize);
+
+/// The group of a step, and what has been exchanged.
+#[derive(Debug)]
+pub struct Ranks {
+    group: Group,
+    layout: Option<(Rc<Layout>, f32)>,
+    rounds: usize,
+    weight: f32,
+    bytes: usize,
+    seconds: f64,
+}
+
+#[allow(clippy::cast_precision_loss)] // below `EXACT`
+fn exact(number: u64) -> f32 {
+    (number % EXACT) as f32
+}
+
+fn hash(text: &str) -> f32 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    exact(hasher.finish())
+}
+
+// what all ranks must have alike, for the same arithmetic and the same decisions
+fn options_hash(options: &Options) -> f32 {
+    hash(&format!(
+        "{:?}",
+        (
+            options.max_grad_norm,
+            options.max_grad_value,
+            options.nonfinite,
+            options.max_loss,
+            options.compute_dtype,
+            options.ema_decay,
+        )
+    ))
+}
+
+impl Ranks {
+    /// The ranks of a group.
+    #[must_use]
+    pub fn new(group: Group) -> Self {
+        Self {
+            group,
+            layout: None,
+            rounds: 0,
+            weight: 0.0,
+            bytes: 0,
+            seconds: 0.0,
+        }
+    }
+
+    /// The number of rounds so far, of which one has begun for each.
+    #[must_use]
+    pub fn rounds(&self) -> usize {
+        self.rounds
+    }
+
+    /// The weight of the last round's window over all ranks; NaN with a bad batch.
+    #[must_use]
+    pub fn weight(&self) -> f32 {
+        self.weight
+    }
+
+    /// The bytes of what this rank has given to sums.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The seconds spent in rounds, waiting for other ranks included.
+    #[must_use]
+    pub fn seconds(&self) -> f64 {
+        self.seconds
+    }
+
+    /// Tell the others that this rank has failed, as its part of a round.
+    ///
+    /// # Errors
+    /// [`Error::Ranks`], when they cannot be reached.
+    pub fn fail(&mut self, update: usize, owner: &mut dyn Owner) -> Result<()> {
+        let row = Row {
+            failed: 1.0,
+            update: exact(update as u64),
+            ..Row::default()
+        };
+        self.exchange(row, update, owner).map(drop)
+    }
+
+    // the rows of all ranks
+    fn exchange(&mut self, row: Row, update: usize, owner: &mut dyn Owner) -> Result<Vec<Row>> {
+        self.rounds += 1;
+        let started = Instant::now();
+        let (rank, size) = (self.group.rank(), self.group.size());
+        let mut numbers = vec![0.0; ROW * size];
+        numbers[ROW * rank..ROW * (rank + 1)].copy_from_slice(&row.numbers());
+        let length = i32::try_from(numbers.len()).unwrap_or(i32::MAX);
+        let mine = Array::from_slice(&numbers, &[length]);
+        let mut rows = Err(Exception::custom("nothing was exchanged"));
+        owner.unlocked(&mut || {
+            rows = (self.group.sum(&mine)).and_then(|sum| sum.to_vec_exact::<f32>().map_err(unread));
+        });
+        self.bytes += mine.nbytes();
+        self.seconds += started.elapsed().as_secs_f64();
+        let rows = rows.map_err(|error| self.lost(update, &error))?;
+        Ok(rows.chunks(ROW).map(Row::of).collect())
+    }
+
+    // an exchange that MLX could not do
+    fn lost(&self, update: usize, error: &Exception) -> Error {
+        let (rank, size) = (self.group.rank(), self.group.size());
+        let beside = [(rank + size - 1) % size, (rank + 1) % size];
+        let beside = if beside[0] == beside[1] {
+            format!("rank {}", beside[0])
+        } else {
+            format!("rank {} or rank {}, or one behind them", beside[0], beside[1])
+        };
+        Error::Ranks {
+            ranks: Vec::new(),
+            message: format!(
+                "update {update}: rank {rank} of {size} has lost the others: {}. In a ring that is {beside}: its output says why it \
+                 ended. Nothing was updated here; end all ranks, and start them again from a checkpoint",
+                error.what()
+            ),
+        }
+    }
+
+    // the error of ranks that do not agree, the same on all of those that have not failed
+    fn agree(&self, rows: &[Row], update: usize) -> Result<()> {
+        let refuse = |ranks: Vec<usize>, what: String| {
+            Err(Error::Ranks {
+                ranks,
+                message: format!(
+                    "update {update}: {what}. Nothing was updated on any rank, and what was in the window is gone"
+                ),
+            })
+        };
+        let those = |is: &dyn Fn(&Row) -> bool| -> Vec<usize> {
+            let rows = rows.iter().enumerate();
+            rows.filter(|(_, row)| is(row)).map(|(rank, _)| rank).collect()
+        };
+        let failed = those(&|row| row.failed > 0.0);
+        if !failed.is_empty() {
+            let what = format!("{} failed, whose own error says why", named(&failed));
+            return refuse(failed, what);
+        }
+        let first = rows[0];
+        let behind = those(&|row| row.update != first.update);
+        if !behind.is_empty() {
+            let mut what = format!("the ranks are at different updates: rank 0 at {}", first.update);
+            for &rank in &behind {
+                let _ = write!(what, ", rank {rank} at {}", rows[rank].update); // into a String
+            }
+            return refuse(behind, what + ". Load the same checkpoint on all of them");
+        }
+        let others = those(&|row| row.layout != first.layout);
+        if !others.is_empty() {
+            let what = format!(
+                "{} trains other parameters than rank 0: their shapes and dtypes, and which are frozen, are to be the same on \
+                 all ranks",
+                named(&others)
+            );
+            return refuse(others, what);
+        }
+        let others = those(&|row| row.options != first.options);
+        if !others.is_empty() {
+            let what = format!(
+                "{} has other options than rank 0: max_grad_norm, max_grad_value, nonfinite, max_loss, compute_dtype and ema_decay are \
+                 to be the same on all ranks",
+                named(&others)
+            );
+            return refuse(others, what);
+        }
+        Ok(())
+    }
+
+    // the sums of arrays over all ranks, in their order
+    fn sum(&mut self, arrays: Vec<Array>, update: usize, owner: &mut dyn Owner) -> Result<Vec<Array>> {
+        let started = Instant::now();
+        self.bytes += arrays.iter().map(Array::nbytes).sum::<usize>();
+        let mut arrays = Some(arrays);
+        let mut sums = Ok(Vec::new());
+        owner.unlocked(&mut || {
+            sums = summed(&self.group, arrays.take().unwrap_or_default());
+        });
+        self.seconds += started.elapsed().as_secs_f64();
+        sums.map_err(|error| self.lost(update, &error))
+    }
+
+    fn layout_hash(&mut self, layout: &Rc<Layout>) -> f32 {
+        match &self.layout {
+            Some((known, hash)) if Rc::ptr_eq(known, layout) => *hash,
+            _ => {
+                let hash = hash(&format!("{layout:?}"));
+                self.layout = Some((layout.clone(), hash));
+                hash
+            }
+        }
+    }
+}
+
+fn named(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    let word = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{word} {}", names.join(", "))
+}
+
+// each list is handed over before the next one is made: the order is the same on all ranks
+fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
+    let (mut joined, mut lists, mut bytes) = (Vec::new(), Vec::<Vec<Array>>::new(), 0);
+    for array in arrays {
+        let goes_on = lists
+            .last()
+            .is_some_and(|list| list[0].dtype() == array.dtype() && bytes < JOINED_BYTES);
+        bytes = if goes_on { bytes } else { 0 } + array.nbytes();
+        match lists.last_mut() {
+            Some(list) if goes_on => list.push(array),
+            _ => lists.push(vec![array]),
+        }
+    }
+    let mut sums = Vec::new();
+    for list in lists {
+        let shapes: Vec<Vec<i32>> = list.iter().map(|array| array.shape().to_vec()).collect();
+        let flat = match <[Array; 1]>::try_from(list) {
+            Ok([only]) => only,
+            Err(list) => {
+                let flat = list.iter().map(|array| array.reshape(&[-1]));
+                ops::concatenate_axis(&flat.collect::<MlxResult<Vec<_>>>()?, 0)?
+            }
+        };
+        let sum = group.sum(&flat)?;
+        drop(flat);
+        async_eval([&sum])?;
+        joined.push((sum, shapes));
+    }
+    eval(joined.iter().map(|(sum, _)| sum))?;
+    for (sum, shapes) in joined {
+        if let [_] = shapes[..] {
+            sums.push(sum);
+            continue;
+        }
+        let mut offset = 0;
+        for shape in shapes {
+            let size: i32 = shape.iter().product();
+            sums.push(array::view(&sum, &shape, offset)?);
+            offset += usize::try_from(size).unwrap_or(0);
+        }
+    }
+    Ok(sums)
+}
+
+impl Engine {
+    /// Forget the window that is open, as after a round that has failed.
+    pub fn drop_window(&mut self) {
+        self.window = None;
+        if let Some(total) = self.places.total(&self.layout) {
+            self.state[total] = Array::from_f32(CLOSED);
+        }
+    }
+
+    /// Sum the window over all ranks; one that has none adds nothing. The update by it may follow.
+    pub(super) fn reduce(
+        &mut self,
+        (ranks, update): Round<'_>,
+        options: &Options,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let summed = self.exchange(ranks, update, options, owner);
+        if summed.is_err() {
+            self.drop_window();
+        }
+        summed
+    }
+
+    fn exchange(
+        &mut self,
+        ranks: &mut Ranks,
+        update: usize,
+        options: &Options,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let missing = || Error::Mlx(Exception::custom("a step without a window cannot be summed"));
+        let first = self.places.window.ok_or_else(missing)?;
+        let losses = self.places.losses.ok_or_else(missing)?;
+        let total = first + self.layout.len();
+        let mut row = Row {
+            update: exact(update as u64),
+            layout: ranks.layout_hash(&self.layout),
+            options: options_hash(options),
+            ..Row::default()
+        };
+        if self.window.is_some() {
+            let window = self.state[first..=total].iter();
+            let window = window.chain([&self.state[losses]]);
+            if let Err(error) = evaluate(window, owner) {
+                return Err(self.lost(error, owner));
+            }
+            row.weight = self.state[total].try_item_exact().map_err(unread)?;
+            row.losses = self.state[losses].try_item_exact().map_err(unread)?;
+        }
+        self.clock.enter(Stage::Collective);
+        let rows = ranks.exchange(row, update, owner)?;
+        ranks.agree(&rows, update)?;
+        ranks.weight = rows.iter().map(|row| row.weight).sum();
+        if ranks.weight != 0.0 && !ranks.weight.is_nan() {
+            let sums = &self.state[first..total];
+            let none = sums.iter().map(|sum| ops::zeros_dtype(sum.shape(), sum.dtype()));
+            let none = none.collect::<MlxResult<Vec<_>>>()?;
+            let arrays = if self.window.is_some() {
+                self.state.splice(first..total, none).collect() // MLX may sum in their memory
+            } else {
+                none
+            };
+            let sums = ranks.sum(arrays, update, owner)?;
+            self.state.splice(first..total, sums);
+        }
+        let sum = rows.iter().map(|row| row.losses).sum();
+        self.state[total] = Array::from_f32(ranks.weight);
+        self.state[losses] = Array::from_f32(sum);
+        Ok(())
+    }
+}

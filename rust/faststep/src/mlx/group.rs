@@ -1,0 +1,64 @@
+//! A group of processes of `mx.distributed`, which exchange arrays.
+//!
+//! Guarantee: it is the group that was given, and stays as long as this handle. Rationale: mlx-rs has none. Threads: whoever
+//! may use the arrays.
+#![allow(unsafe_code)]
+
+use std::{ffi::c_void, ptr};
+
+use mlx_rs::{error::Result, Array};
+
+use super::ffi::{
+    check, faststep_group_free, faststep_group_new, faststep_group_rank, faststep_group_size,
+    faststep_group_sum, handle, owned,
+};
+
+/// A group of ranks.
+#[derive(Debug)]
+pub struct Group(*mut c_void);
+
+impl Group {
+    /// Another handle to a group.
+    ///
+    /// # Safety
+    /// `group` is a live `mlx::core::distributed::Group`.
+    #[must_use]
+    pub unsafe fn of(group: *const c_void) -> Self {
+        // SAFETY: as above.
+        Self(unsafe { faststep_group_new(group) })
+    }
+
+    /// The number of this process.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        // SAFETY: made by `of`.
+        usize::try_from(unsafe { faststep_group_rank(self.0) }).unwrap_or(0)
+    }
+
+    /// The number of processes.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        // SAFETY: made by `of`.
+        usize::try_from(unsafe { faststep_group_size(self.0) }).unwrap_or(1)
+    }
+
+    /// The sum of an array over all ranks, lazily: every rank has to evaluate it, and all in the same order.
+    ///
+    /// # Errors
+    /// When MLX refuses it.
+    pub fn sum(&self, array: &Array) -> Result<Array> {
+        let mut sum = ptr::null_mut();
+        // SAFETY: made by `of`; an array, and a pointer that is written where there was no error.
+        unsafe {
+            check(faststep_group_sum(self.0, handle(array), &raw mut sum))?;
+            Ok(owned(sum))
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // SAFETY: made by `of`, freed once.
+        unsafe { faststep_group_free(self.0) }
+    }
+}
