@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.places import TESTS
+from support.ring import run
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or not mx.distributed.is_available("ring"), reason="this MLX has no ring of processes"
@@ -85,36 +81,9 @@ for make, loss_fn in [(new, summed), (new, with_norms), (sharded, mean)]:
 """
 
 
-def run(code: str, ranks: int, folder: Path) -> None:
-    """Run Python code in a ring of so many processes of this machine."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
-    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in held]
-    for each in held:
-        each.close()
-    (folder / "hosts.json").write_text(json.dumps(hosts))
-    (folder / "rank.py").write_text(f"RANKS = {ranks}\n{HEAD}{code}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    if ranks > 1:
-        environment["MLX_HOSTFILE"] = str(folder / "hosts.json")
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(folder / "rank.py")],
-            env={**environment, "MLX_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [child.communicate(timeout=100)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0] * ranks, "\n".join(said)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("code", [REFUSED, ALLOWED], ids=["refused", "allowed"])
 def test_ranks(code: str, ranks: int, tmp_path: Path) -> None:
-    run(code, ranks, tmp_path)
+    program = tmp_path / "rank.py"
+    program.write_text(f"RANKS = {ranks}\n{HEAD}{code}")
+    run(ranks, tmp_path, program)

@@ -145,8 +145,8 @@ def fast_step(
         **named: Arguments of the loss function by name; the options above are not among them.
 
     Returns:
-        What the loss function returned, lazily; with a `group` the loss is, where there was an update, the mean over its
-        window and all ranks.
+        What the loss function returned, lazily; with a `group` the loss is, where there was an update, the mean over
+        its window and all ranks.
 
     Raises:
         RankError: As a `Step`'s call does.

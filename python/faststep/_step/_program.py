@@ -39,7 +39,7 @@ class Program:
         self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
         self.core = core.Step(model, optimizer, options, group)
         self.group = None if group is None or group.size() == 1 else group
-        self.unchecked = self.group is not None  # whether all ranks have the same
+        self.unchecked = self.group is not None  # the ranks are compared at the first step
         if threading.current_thread() is not threading.main_thread():
             _threads.add(threading.get_native_id())
         self.clip_to(options.max_grad_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Part(NamedTuple):
-    """What all ranks must have alike, as text."""
+    """A part of the training that is to be the same on all ranks, as text."""
 
     name: str
     text: str
@@ -39,11 +40,11 @@ def check_ranks(model: nn.Module, optimizer: Any, options: Options, group: Group
     parts = _parts(model, optimizer, options, arrays)
     theirs = _gathered([zlib.crc32(part.text.encode()) for part in parts], group)
     for index, part in enumerate(parts):
-        if others := _others(theirs[:, index].tolist()):
+        if others := _others(theirs, index):
             raise _error(others, f"{part.name} differ from rank 0's; here they are {part.text}. {part.remedy}")
     values = _gathered([_checksum(array) for array in arrays.values()], group)
     for index, name in enumerate(arrays):
-        if others := _others(values[:, index].tolist()):
+        if others := _others(values, index):
             raise _error(
                 others,
                 f"the values of {name} differ from rank 0's. Make the model from one seed on all ranks "
@@ -79,28 +80,31 @@ def mean_gradients(
 
 def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str, mx.array]) -> list[_Part]:
     shapes = [f"{name} {_dtype(array)} {list(array.shape)}" for name, array in arrays.items()]
-    trainable = [name for name, _ in tree_flatten(model.trainable_parameters())]
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
     chosen = {name: value for name, value in options._asdict().items() if name not in _FREE}
     kind = type(optimizer)
     return [
-        _Part("the versions", f"mlx {mx.__version__}", "Install the same on all machines"),
+        _Part(
+            "the versions",
+            f"mlx {version('mlx')}, mlx-faststep {version('mlx-faststep')}",
+            "Install the same on all machines",
+        ),
         _Part("the options", repr(chosen), "Give all ranks the same"),
         _Part("the optimizers", f"{kind.__module__}.{kind.__qualname__} {numbers}", "Make it alike on all ranks"),
         _Part(
             "parameters and state",
-            f"{len(shapes)} arrays with the checksum {zlib.crc32(repr((shapes, trainable)).encode()):08x}",
-            "Names, shapes, dtypes, and which parameters are frozen, are to be the same on all ranks, and so is whether "
-            "the optimizer has a state",
+            f"{len(shapes)} arrays with the checksum {zlib.crc32(repr(shapes).encode()):08x}",
+            "Names, shapes, dtypes, and which parameters are frozen, are to be the same on all ranks, and so is "
+            "whether the optimizer has a state",
         ),
     ]
 
 
 def _arrays(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, mx.array]]:
-    yield from tree_flatten(model.trainable_parameters())
-    for name, value in tree_flatten(optimizer.state):
-        if isinstance(value, mx.array):
-            yield f"optimizer.state.{name}", value
+    parameters: Any = tree_flatten(model.trainable_parameters())
+    state: Any = tree_flatten(optimizer.state)
+    yield from parameters
+    yield from ((f"optimizer.state.{name}", value) for name, value in state if isinstance(value, mx.array))
 
 
 def _dtype(array: mx.array) -> str:
@@ -111,18 +115,19 @@ def _checksum(array: mx.array) -> int:
     """Return a number that other bits, or the same in another order, hardly have."""
     bits = mx.contiguous(array).reshape(-1).view(_BITS[array.dtype.size]).astype(mx.uint32)
     odd = 2 * mx.arange(bits.size, dtype=mx.uint32) + 1
-    return int((bits * odd).sum().item()) & 0xFFFFFFFF
+    total: Any = (bits * odd).sum().item()
+    return int(total)
 
 
-def _gathered(numbers: list[int], group: Group) -> mx.array:
+def _gathered(numbers: list[int], group: Group) -> list[list[int]]:
     """Return a row of numbers for each rank."""
     mine = mx.array(numbers, mx.uint32)
     try:
-        rows = mx.distributed.all_gather(mine, group=group).reshape(group.size(), -1)
-        mx.eval(rows)
+        rows: Any = mx.distributed.all_gather(mine, group=group).reshape(group.size(), -1).tolist()
     except RuntimeError as error:
         raise _error([], f"the other ranks are lost: {error}") from None
-    return rows
+    found: list[list[int]] = rows
+    return found
 
 
 def _sum(array: mx.array, group: Group) -> mx.array:
@@ -134,9 +139,9 @@ def _sum(array: mx.array, group: Group) -> mx.array:
     return total
 
 
-def _others(values: list[int]) -> list[int]:
+def _others(rows: list[list[int]], index: int) -> list[int]:
     """Return the ranks that have another value than rank 0."""
-    return [rank for rank, value in enumerate(values) if value != values[0]]
+    return [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
 
 
 def _error(ranks: list[int], what: str) -> RankError:

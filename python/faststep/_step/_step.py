@@ -203,8 +203,8 @@ class Step:
                 they were.
             RuntimeError: The step belongs to another thread, or the device failed; or the model shows its average.
             FloatingPointError: With `nonfinite="raise"`: loss or gradients are not finite. Nothing was updated.
-            RankError: With a `group`: another rank has failed, is gone, or has another model, options or update. Nothing
-                was updated on any rank, and the window that was open is gone.
+            RankError: With a `group`: another rank has failed, is gone, or has another model, options or update.
+                Nothing was updated on any rank, and the window that was open is gone.
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         if self._program.unchecked:
@@ -216,8 +216,8 @@ class Step:
             raise
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
-        skipped = False if skipped is None else skipped
-        return StepOutput(loss if mean is None else mean, aux, norm, skipped, weight, loss, update)
+        missed = False if skipped is None else skipped
+        return StepOutput(loss if mean is None else mean, aux, norm, missed, weight, loss, update)
 
     def flush(self) -> bool:
         """Update by the window that is open, averaged over what is in it.
@@ -286,8 +286,9 @@ class Step:
         "masters", "ema" and "window" are trees like `model.trainable_parameters()`, with what was kept for parameters
         that are frozen now, float32 where the parameters are in half precision (masters are kept for those only), and
         there only where the step keeps them; "weight", a float32 scalar, and "batches", a number, tell how much is in
-        the window, and "losses", with a `group`, the sum of its losses; "loss_scale", a float32 scalar, goes with "good_steps", an int32 scalar; "steps", "updates" and
-        "skipped" are the counts of `stats`. Asking waits for the steps in flight.
+        the window, and "losses", with a `group`, the sum of its losses; "loss_scale", a float32 scalar, goes with
+        "good_steps", an int32 scalar; "steps", "updates" and "skipped" are the counts of `stats`. Asking waits for the
+        steps in flight.
         """
         return _state.tree(self._program.core.state(), self._program.core.stats()[:3], self.model)
 

@@ -35,7 +35,7 @@ const EXACT: u64 = 1 << 24;
 /// The numbers of one rank in a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Row {
-    weight: f32, // of its window; NaN with a bad batch
+    weight: f32, // of its window
     losses: f32, // the sum of the losses, each times its weight
     failed: f32, // 1 if it has failed
     update: f32,
@@ -128,7 +128,7 @@ impl Ranks {
         self.rounds
     }
 
-    /// The weight of the last round's window over all ranks; NaN with a bad batch.
+    /// The weight of the last round's window over all ranks.
     #[must_use]
     pub fn weight(&self) -> f32 {
         self.weight
@@ -297,7 +297,7 @@ fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
             Ok([only]) => only,
             Err(list) => {
                 let flat = list.iter().map(|array| array.reshape(&[-1]));
-                ops::concatenate_axis(&flat.collect::<MlxResult<Vec<_>>>()?, 0)?
+                ops::concatenate(&flat.collect::<MlxResult<Vec<_>>>()?, 0)?
             }
         };
         let sum = group.sum(&flat)?;

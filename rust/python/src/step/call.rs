@@ -84,7 +84,7 @@ impl Inner {
                 engine.drop_window();
             }
         }
-        drop(ranks.fail(update, &mut Waiting(py))); // what has gone wrong here comes before what does there
+        drop(ranks.fail(update, &mut Waiting(py))); // the error of this rank is the one to show
         error
     }
 

@@ -33,10 +33,17 @@ impl Body<'_> {
         let (first, total) = self.window(inputs)?;
         let first_batch = total.eq(Array::from_f32(CLOSED))?.contiguous()?;
         let begun = |old: &Array| ops::select(&first_batch, scalar(0.0, old.dtype()), old);
-        let weight = match &made.weight {
+        let mut weight = match &made.weight {
             Some(weight) => weight.as_dtype(Dtype::Float32)?.contiguous()?,
             None => Array::from_f32(1.0),
         };
+        let reduced = self.recipe.options.reduced;
+        if reduced && made.weight.is_some() {
+            let fits = Guard::and_weight(&Array::from_bool(true), &weight)?;
+            weight = choose(Some(&fits), weight, &Array::from_f32(f32::NAN))?;
+        }
+        // what is bad for one rank is bad for all: it stays in their sums
+        let taken = good.as_ref().filter(|_| !reduced);
         for (buffer, gradient) in gradients.iter().enumerate() {
             let old = &inputs.state[first + buffer];
             let mut gradient = gradient.as_dtype(old.dtype())?;
@@ -44,17 +51,11 @@ impl Body<'_> {
                 gradient = gradient.multiply(weight.as_dtype(old.dtype())?)?;
             }
             let old = begun(old)?;
-            let new = choose(good.as_ref(), old.add(gradient)?, &old)?;
+            let new = choose(taken, old.add(gradient)?, &old)?;
             outputs.state.push((first + buffer, new));
         }
         let total = begun(total)?;
-        let reduced = self.recipe.options.reduced;
-        let left_out = if reduced {
-            Array::from_f32(f32::NAN) // a bad batch is one for all ranks
-        } else {
-            total.clone()
-        };
-        let new = choose(good.as_ref(), total.add(&weight)?, &left_out)?;
+        let new = choose(taken, total.add(&weight)?, &total)?;
         outputs.state.push((first + gradients.len(), new));
         if let (true, Some(at), Some(loss)) = (reduced, self.recipe.places.losses, &outputs.loss) {
             let losses = begun(inputs.state.get(at).ok_or_else(short)?)?;

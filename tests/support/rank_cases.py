@@ -1,0 +1,410 @@
+"""Cases of a step with a group, each run by every rank of a ring: `python rank_cases.py PATTERN` in each process."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from faststep import RankError, Step, fast_step
+
+from support.helpers import Pair, flat
+from support.plain_loop import PlainLoop, Rules
+
+GROUP = mx.distributed.init()
+RANK, SIZE = GROUP.rank(), GROUP.size()
+WIDTH = 8
+Batch = tuple[mx.array, ...]
+Case = Callable[[], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def frozen() -> nn.Module:
+    model = sequential()
+    model.layers[0].freeze()
+    return model
+
+
+def pair(make: Callable[[], nn.Module] = sequential, optimizer: Any = None) -> Pair:
+    mx.random.seed(1)
+    model = make()
+    mx.eval(model.parameters())
+    return model, optimizer() if optimizer else optim.AdamW(1e-2)
+
+
+def mean_loss(model: nn.Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+    out = model(x)
+    return mx.square(out - y).mean(), out.sum()
+
+
+def weighted_loss(model: nn.Module, x: mx.array, y: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
+    weight = mask.sum()
+    return (mx.square(model(x) - y).mean(-1) * mask).sum() / mx.maximum(weight, 1), weight
+
+
+def batch(step: int, rank: int, rows: int = 4) -> Batch:
+    random = np.random.default_rng([step, rank])
+    return tuple(mx.array(random.normal(size=(rows, WIDTH)), mx.float32) for _ in range(2))
+
+
+def masked(step: int, rank: int) -> Batch:
+    rows = 2 + 3 * rank + step % 3  # another number on each rank
+    mask = mx.array(np.random.default_rng([step, rank, 1]).integers(0, 2, rows), mx.float32)
+    return *batch(step, rank, rows), mask
+
+
+def spoiled(step: int, rank: int) -> Batch:
+    x, y = batch(step, rank)
+    return (x * float("nan") if (step, rank) in [(1, 1), (3, 0)] else x), y
+
+
+def assert_equal(ours: nn.Module | Any, reference: nn.Module | Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    got, wanted = flat(ours), flat(reference)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=atol, err_msg=name)
+
+
+@contextmanager
+def refused(message: str, ranks: list[int] | None, kind: type[Exception] = RankError) -> Iterator[None]:
+    """Expect an error that says this, and names these ranks."""
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert ranks is None or getattr(caught.value, "ranks", None) == ranks
+
+
+@dataclass
+class Same:
+    """A training that gives the numbers of one process with the batches of all ranks."""
+
+    loss_fn: Any = mean_loss
+    batch: Callable[[int, int], Batch] = batch
+    rules: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], nn.Module] = sequential
+    optimizer: Any = None
+    accumulate: int = 1
+    joined: bool = False  # the other process has one batch of all rows; otherwise a window of all batches
+    here: Callable[[int], dict[str, Any]] = lambda rank: {}  # options of one rank
+    steps: int = 6
+
+    def reference(self) -> Iterator[Any]:
+        loop = self.loop = PlainLoop(pair(self.make, self.optimizer), mx.random.key(0))
+        rules = Rules(weighted=self.loss_fn is weighted_loss, **self.rules)
+        for step in range(self.steps):
+            batches = [self.batch(step, rank) for rank in range(SIZE)]
+            if self.joined:
+                whole = tuple(map(mx.concatenate, zip(*batches, strict=True)))
+                yield loop.step(self.loss_fn, whole, rules, self.accumulate)
+                continue
+            losses = []
+            for each in batches:
+                taken = loop.step(self.loss_fn, each, rules, SIZE * self.accumulate)
+                losses.append(taken.value)
+            yield taken
+
+    def __call__(self) -> None:
+        ours = pair(self.make, self.optimizer)
+        options = {**self.rules, **self.here(RANK), "weighted": self.loss_fn is weighted_loss}
+        step = Step(*ours, self.loss_fn, group=GROUP, accumulate=self.accumulate, **options)
+        for number, taken in enumerate(self.reference()):
+            out = step(*self.batch(number, RANK))
+            assert bool(out.updated) == taken.updated, number
+            if self.joined:
+                assert bool(out.skipped) == taken.skipped, number
+                loss = taken.value[0] if isinstance(taken.value, tuple) else taken.value
+                np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+            if taken.norm is not None:
+                np.testing.assert_allclose(out.grad_norm, taken.norm, rtol=1e-5)
+        assert_equal(ours[0].parameters(), self.loop.pair[0].parameters())
+        assert_equal(ours[1].state, self.loop.pair[1].state)
+        if "replay" in options:
+            captured = ["captured" in str(each.replay) for each in step.stats.traces]
+            assert captured == 2 * [options["replay"]]
+        if "ema_decay" in self.rules:
+            assert_equal(step.state["ema"], self.loop.average)
+
+
+class Signs(optim.Optimizer):
+    """An optimizer of one's own, which keeps a sum."""
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        state["sum"] = mx.zeros_like(parameter)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
+        state["sum"] = 0.5 * state["sum"] + gradient
+        return parameter - 0.01 * state["sum"] / (1 + mx.abs(state["sum"]))
+
+
+def reading(model: nn.Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+    """Read a value, which cannot be compiled, on one rank."""
+    loss = mean_loss(model, x, y)
+    if RANK == 0:
+        assert mx.isfinite(mx.stop_gradient(x)).all().item()
+    return loss
+
+
+CASES |= {
+    "joined": Same(joined=True, rules={"max_grad_norm": 0.5}, steps=20),
+    "window": Same(accumulate=3, rules={"max_grad_norm": 0.5, "max_grad_value": 0.05}),
+    "weighted": Same(weighted_loss, masked),
+    "weighted_window": Same(weighted_loss, masked, accumulate=2),
+    "skips": Same(batch=spoiled, joined=True),
+    "limit": Same(joined=True, rules={"max_loss": 1.9}),
+    "allowed": Same(joined=True, rules={"nonfinite": "allow"}),
+    "frozen": Same(make=frozen, joined=True),
+    "average": Same(joined=True, rules={"ema_decay": 0.5}),
+    "own_optimizer": Same(optimizer=Signs, accumulate=2),
+    "uncompiled": Same(joined=True, here=lambda rank: {"compile": rank != 1}),
+    "plain": Same(reading, joined=True, here=lambda rank: {"compile": rank != 0}),
+    "replayed": Same(joined=True, rules={"max_grad_norm": 0.5}, here=lambda rank: {"replay": rank == 1}, steps=12),
+}
+
+
+@case
+def the_loop_of_mlx() -> None:
+    (model, optimizer), ours = pair(), pair()
+    gradients = nn.value_and_grad(model, mean_loss)
+    for number in range(8):
+        x, y = batch(number, RANK)
+        (loss, _), grads = gradients(model, x, y)
+        optimizer.update(model, nn.average_gradients(grads, GROUP))
+        loss = mx.distributed.all_sum(loss, group=GROUP) / SIZE
+        mx.eval(loss, model.state, optimizer.state)
+        np.testing.assert_allclose(fast_step(*ours, mean_loss, x, y, group=GROUP)[0], loss, rtol=1e-5)
+    assert_equal(ours[0].parameters(), model.parameters())
+
+
+@case
+def half_precision() -> None:
+    """Masters are updated by float32 sums; one rank's overflow is one for all, and halves the scale of all."""
+
+    def make() -> nn.Module:
+        model = sequential()
+        model.set_dtype(mx.bfloat16)
+        return model
+
+    ours, reference = pair(make), pair(make)
+    step = Step(*ours, mean_loss, group=GROUP, compute_dtype=mx.bfloat16)
+    plain = Step(*reference, mean_loss, accumulate=SIZE, compute_dtype=mx.bfloat16)
+    for number in range(6):
+        step(*batch(number, RANK))
+        for rank in range(SIZE):
+            plain(*batch(number, rank))
+    assert_equal(step.state["masters"], plain.state["masters"])
+    step = Step(*pair(), mean_loss, group=GROUP, compute_dtype=mx.float16)
+    for number in range(3):
+        x, y = batch(number, RANK)
+        out = step(x * (1e4 if (number, RANK) == (2, 1) else 1), y)
+        scale = 65536 / 2 ** (number // 2 + 1)  # the first one is too large for both
+        np.testing.assert_array_equal(step.state["loss_scale"], scale)
+        assert bool(out.skipped) == (number != 1)
+        assert bool(mx.isfinite(out.loss)) == (number < 2)
+
+
+@case
+def raises() -> None:
+    """A batch that is no number is an error on its own rank, which the others name; a loss above a limit on all."""
+    model, optimizer = pair()
+    step = Step(model, optimizer, mean_loss, group=GROUP, nonfinite="raise", max_loss=100.0)
+    step(*batch(0, RANK))
+    before = flat(model.parameters())
+    message, kind = ("gradient of layers", FloatingPointError) if RANK == 1 else ("update 2: rank 1 failed", RankError)
+    with refused(message, None if RANK == 1 else [1], kind):
+        step(*spoiled(1, RANK))
+    with refused("over all ranks the loss is", None, FloatingPointError):
+        step(mx.full((4, WIDTH), 1e3 * RANK), batch(0, RANK)[1])
+    assert_equal(model.parameters(), before, 0, 0)
+    assert step(*batch(1, RANK)).updated
+    assert step.stats.updates == 2
+
+
+@case
+def uneven() -> None:
+    """A rank without a batch flushes, and adds nothing; with none on any rank nothing is updated."""
+    ours, loop = pair(), PlainLoop(pair(), mx.random.key(0))
+    step = Step(*ours, mean_loss, group=GROUP)
+    assert not step.flush()  # before any step, too
+    step(*batch(0, RANK))
+    if RANK == 0:
+        step(*batch(1, RANK))
+    else:
+        assert step.flush()
+    assert not step.flush()
+    for rank in range(SIZE):
+        loop.step(mean_loss, batch(0, rank), Rules(), SIZE)
+    loop.step(mean_loss, batch(1, 0), Rules(), 1)
+    assert_equal(ours[0].parameters(), loop.pair[0].parameters())
+    np.testing.assert_array_equal(ours[1].state["step"], 2)
+    assert step.stats.updates == 2
+
+
+@case
+def gradients_alone() -> None:
+    model, optimizer = pair()
+    step = Step(model, optimizer, weighted_loss, group=GROUP, weighted=True)
+    (loss, _), grads = step.gradients(*masked(0, RANK))
+    batches = [masked(0, rank) for rank in range(SIZE)]
+    joined = tuple(map(mx.concatenate, zip(*batches, strict=True)))
+    (wanted, _), plain = nn.value_and_grad(model, weighted_loss)(model, *joined)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    assert_equal(grads, plain)
+    message, kind = (".", ValueError) if RANK == 1 else ("another rank failed", RankError)
+    with refused(message, None, kind):
+        step.gradients(*masked(0, RANK)[: 2 if RANK == 1 else 3], **({"mask": mx.zeros(999)} if RANK == 1 else {}))
+
+
+@case
+def resumes_in_a_window() -> None:
+    """State of an open window goes on in another step, its losses too."""
+    ours, others = pair(), pair()
+    step, again = (Step(*each, mean_loss, group=GROUP, accumulate=2) for each in (ours, others))
+    step(*batch(0, RANK))
+    again.load_state(step.state)
+    outs = [each(*batch(1, RANK)) for each in (step, again)]
+    np.testing.assert_array_equal(outs[0].loss, outs[1].loss)
+    local = [each[0].item() for each in (mean_loss(pair()[0], *batch(n, r)) for n in range(2) for r in range(SIZE))]
+    np.testing.assert_allclose(outs[0].loss, np.mean(local), rtol=1e-5)
+    assert_equal(ours[0].parameters(), others[0].parameters(), 0, 0)
+
+
+@case
+def an_exception_on_one_rank() -> None:
+    """All ranks raise at the same update, within a window too, and go on from there."""
+    for accumulate in (1, 3):
+        model, optimizer = pair()
+        step = Step(model, optimizer, mean_loss, group=GROUP, accumulate=accumulate)
+        for number in range(accumulate):
+            step(*batch(number, RANK))
+        before, state = flat(model.parameters()), flat(optimizer.state)
+        calls = 0
+        with refused("addmm" if RANK == 1 else "update 2: rank 1 failed", None, ValueError if RANK == 1 else RankError):
+            for _ in range(accumulate):
+                calls += 1
+                step(mx.zeros((4, WIDTH + (RANK == 1))), mx.zeros((4, WIDTH)))
+        assert calls == (1 if RANK == 1 else accumulate)
+        assert_equal(model.parameters(), before, 0, 0)
+        assert_equal(optimizer.state, state, 0, 0)
+        for number in range(accumulate):
+            out = step(*batch(number, RANK))
+        assert out.updated
+        step.check_ranks()
+
+
+@case
+def another_on_one_rank() -> None:
+    """What differs is an error on all ranks before anything is updated."""
+    here: dict[str, tuple[Callable[[], Pair], dict[str, Any]]] = {
+        "the options differ": (pair, {"max_grad_norm": 1.0}),
+        "the optimizers differ": (lambda: pair(optimizer=lambda: optim.SGD(0.1)), {}),
+        "parameters and state differ": (lambda: pair(frozen), {}),
+        "the values of optimizer.state.learning_rate differ": (lambda: pair(optimizer=lambda: optim.AdamW(0.1)), {}),
+    }
+    for message, (make, options) in here.items():
+        step = Step(*(make() if RANK == 1 else pair()), mean_loss, group=GROUP, **(options if RANK == 1 else {}))
+        with refused(f"rank 1: {message}", [1]):
+            step(*batch(0, RANK))
+    model, optimizer = pair()
+    step = Step(model, optimizer, mean_loss, group=GROUP)
+    if RANK == 1:
+        model.layers[2].bias = model.layers[2].bias + 1e-3
+    with refused("rank 1: the values of layers.2.bias differ", [1]):
+        step(*batch(0, RANK))
+
+
+@case
+def another_later_on_one_rank() -> None:
+    model, optimizer = pair()
+    step = Step(model, optimizer, mean_loss, group=GROUP, max_grad_norm=1.0)
+    step(*batch(0, RANK))
+    before = flat(model.parameters())
+    state = step.state
+    changes: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
+        ("rank 1 has other options", lambda: set_norm(step, 2.0), lambda: set_norm(step, 1.0)),
+        ("rank 1 trains other parameters", model.layers[0].freeze, model.layers[0].unfreeze),
+        ("rank 0 at 2, rank 1 at 8", lambda: step.load_state(state | {"updates": 7}), lambda: step.load_state(state)),
+    ]
+    for message, change, back in changes:
+        if RANK == 1:
+            change()
+        with refused(message, [1]):
+            step(*batch(1, RANK))
+        if RANK == 1:
+            back()
+    assert_equal(model.parameters(), before, 0, 0)
+    assert step(*batch(1, RANK)).updated
+    step.check_ranks()
+
+
+def set_norm(step: Step, norm: float) -> None:
+    step.max_grad_norm = norm
+
+
+@case
+def buffers() -> None:
+    """Buffers are each rank's own; a loss that sets a parameter is refused."""
+    model, optimizer = pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm(WIDTH)))
+    step = Step(model, optimizer, mean_loss, group=GROUP)
+    for number in range(3):
+        step(*batch(number, RANK))
+    step.check_ranks()
+    means = mx.distributed.all_gather(model.layers[1].running_mean[None], group=GROUP)
+    assert (means[0] != means[1]).any().item()
+
+    def sets(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        loss = mx.square(model(x) - y).mean()
+        model.layers[0].bias = mx.stop_gradient(mx.tile(x.mean(0), 2))
+        return loss
+
+    with refused("assigns to a trainable parameter", None, ValueError):
+        Step(*pair(), sets, group=GROUP)(*batch(0, RANK))
+
+
+@case
+def a_group_of_one() -> None:
+    """Is none, and so is None; another object is refused."""
+    with refused("group: expected mx.distributed.Group or None, got int", None, TypeError):
+        Step(*pair(), mean_loss, group=1)  # type: ignore[arg-type]
+    step = Step(*pair(), mean_loss)
+    out = step(*batch(0, RANK))
+    assert out.loss is out.local_loss
+    assert step.stats.given == 0
+    step.check_ranks()
+
+
+def ends() -> None:
+    """All ranks have the same, and go on together."""
+    np.testing.assert_array_equal(mx.distributed.all_sum(mx.array(1.0), group=GROUP), SIZE)
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "faststep: the batch of step")
+    for name, run in CASES.items():
+        if re.search(sys.argv[1], name):
+            started = time.monotonic()
+            run()
+            ends()
+            print(f"{name}: {time.monotonic() - started:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
