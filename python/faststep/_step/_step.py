@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
+from faststep._command import HUNG
 from faststep._step import _state
 from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
@@ -134,7 +136,8 @@ class Step:
                 (`mx.set_cache_limit`); a capture of `replay` leaves no more of its memory unused. None: leave it.
             clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
             hang_timeout: Seconds after which a stage of a call that does not end is reported on stderr, once: what the
-                step waits for, the batch, memory, and the stacks of all threads. None: no thread watches.
+                step waits for, the batch, memory, and the stacks of all threads. With a `group`, a rank that waits for
+                others so long then ends itself, by exit code 5. None: no thread watches.
             group: The processes that train one model, each with batches of its own: gradients are averaged over them
                 before each update (docs/distributed.md). None, other than for MLX's functions: this process alone.
 
@@ -429,4 +432,9 @@ class Step:
 
 
 def _report_hang(step: Step, stage: str, seconds: float) -> None:
-    print(f"faststep: {step.hang_report(stage, seconds)}", file=sys.stderr, flush=True)
+    group = step._program.group
+    facts = {} if group is None else {"group": f"rank {group.rank()} of {group.size()}, in call {step._program.calls[0]}"}
+    print(f"faststep: {step.hang_report(stage, seconds, facts)}", file=sys.stderr, flush=True)
+    if group is not None and stage == "collective":
+        print(f"faststep: ending this rank, exit code {HUNG}: MLX waits for the others for ever", file=sys.stderr, flush=True)
+        os._exit(HUNG)

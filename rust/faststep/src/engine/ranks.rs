@@ -170,7 +170,10 @@ impl Ranks {
         let mine = Array::from_slice(&numbers, &[length]);
         let mut rows = Err(Exception::custom("nothing was exchanged"));
         owner.unlocked(&mut || {
-            rows = (self.group.sum(&mine)).and_then(|sum| sum.to_vec_exact::<f32>().map_err(unread));
+            rows = self.group.sum(&mine).and_then(|sum| {
+                eval([&sum])?;
+                sum.to_vec_exact::<f32>().map_err(unread)
+            });
         });
         self.bytes += mine.nbytes();
         self.seconds += started.elapsed().as_secs_f64();
