@@ -18,11 +18,11 @@ CASES = TESTS / "support" / "rank_cases.py"
 
 @pytest.mark.parametrize(
     ("ranks", "pattern"),
-    [(2, "."), (4, "^(joined|weighted_window|uneven|half_precision|an_exception|another_later)")],
+    [(2, "."), (4, "^(joined|weighted_window|uneven|half_precision|a_signal|an_exception|another_later)")],
     ids=["two", "four"],
 )
 def test_cases(ranks: int, pattern: str, tmp_path: Path) -> None:
     """Of many cases in a row, in each rank: those of `rank_cases` whose names the pattern finds."""
-    said = run(ranks, tmp_path, CASES, pattern)
+    said = run(ranks, tmp_path, CASES, pattern, tmp_path)
     assert len({each.count(" s\n") for each in said}) == 1
     assert said[0].count(" s\n") >= 6

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +21,8 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import RankError, Step, fast_step
+from faststep.data import Loader
+from faststep.training import Callback, Trainer, TrainingError
 
 from support.helpers import Pair, flat
 from support.plain_loop import PlainLoop, Rules
@@ -24,6 +30,7 @@ from support.plain_loop import PlainLoop, Rules
 GROUP = mx.distributed.init()
 RANK, SIZE = GROUP.rank(), GROUP.size()
 WIDTH = 8
+FOLDER = Path(sys.argv[2] if len(sys.argv) > 2 else ".")
 Batch = tuple[mx.array, ...]
 Case = Callable[[], None]
 CASES: dict[str, Case] = {}
@@ -267,7 +274,7 @@ def gradients_alone() -> None:
     (wanted, _), plain = nn.value_and_grad(model, weighted_loss)(model, *joined)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     assert_equal(grads, plain)
-    message, kind = (".", ValueError) if RANK == 1 else ("another rank failed", RankError)
+    message, kind = (".", ValueError) if RANK == 1 else ("update 1: rank 1 failed", RankError)
     with refused(message, None, kind):
         step.gradients(*masked(0, RANK)[: 2 if RANK == 1 else 3], **({"mask": mx.zeros(999)} if RANK == 1 else {}))
 
@@ -388,6 +395,95 @@ def a_group_of_one() -> None:
     assert out.loss is out.local_loss
     assert step.stats.given == 0
     step.check_ranks()
+
+
+class Stop(Callback):
+    """A signal to one rank at a step, or an error."""
+
+    def __init__(self, step: int, error: bool = False) -> None:
+        self.step, self.error = step, error
+
+    def on_step(self, trainer: Trainer, number: int) -> None:
+        if RANK == SIZE - 1 and number == self.step:
+            if self.error:
+                raise OSError("the disk is full")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, **options: Any) -> Trainer:
+    """Make a training of 26 samples, in batches of 8 over all ranks, that validates and is saved."""
+    mx.random.seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Dropout(dropout), nn.Linear(2 * WIDTH, 1))
+    mx.eval(model.parameters())
+    rank, size = (0, 1) if group is None else (RANK, SIZE)
+
+    def loss_fn(model: nn.Module, x: mx.array) -> tuple[mx.array, int, dict[str, mx.array]]:
+        out = model(x)
+        return mx.square(out - 1).mean(), x.shape[0], {"mean": out.mean()}
+
+    step = Step(model, optim.AdamW(1e-2), loss_fn, group=group, weighted=True, max_grad_norm=1.0)
+    samples = np.random.default_rng(0).normal(size=(26, WIDTH)).astype(np.float32)
+    shared = {"batch_size": 8 // size, "rank": rank, "world_size": size}
+    loader, validation = Loader(samples, shuffle=True, seed=3, **shared), Loader(samples[:11], **shared)
+    mx.random.seed(7 + rank)
+    often = {"validate_every": 3, "checkpoint_every": 4, "log_every": 1, "loggers": []}
+    run = FOLDER / name
+    return Trainer(step, loader, run=run, epochs=3, validation=validation, **(often | options))
+
+
+@case
+def a_training_is_that_of_one_process() -> None:
+    training = trainer("two")
+    result = training.train()
+    if RANK == 0:
+        one = trainer("one", group=None)
+        wanted = one.train()
+        assert result.steps == wanted.steps == 12
+        assert_equal(training.step.model.parameters(), one.step.model.parameters(), 1e-4, 1e-5)
+        for name, value in wanted.metrics.items():
+            if name != "train/mean":  # a metric of this rank's batches
+                np.testing.assert_allclose(result.metrics[name], value, rtol=1e-4)
+        texts = [(FOLDER / run / "log.jsonl").read_text() for run in ("two", "one")]
+        logs = [[json.loads(line) for line in text.splitlines()] for text in texts]
+        for kind, key in [("step", "loss"), ("step", "samples"), ("validation", "loss"), ("validation", "batches")]:
+            got, known = ([each[key] for each in log if each["kind"] == kind] for log in logs)
+            np.testing.assert_allclose(
+                got, known if key != "batches" else [SIZE * each for each in known], rtol=1e-3, atol=1
+            )
+        assert len(list((FOLDER / "two" / "checkpoints").glob("step-*"))) > 1
+    else:
+        assert result.reason == "done"
+
+
+@case
+def a_signal_to_one_rank_ends_all() -> None:
+    """At one step, with one checkpoint, from which all go on exactly, each with its own random state."""
+    whole = trainer("whole", dropout=0.5)
+    whole.train()
+    part = trainer("part", dropout=0.5, callbacks=[Stop(5)])
+    result = part.train()
+    assert result.reason == "signal"
+    assert is_alike(result.steps), result.steps
+    assert result.steps in (5, 6)
+    assert result.last_checkpoint is not None
+    assert result.last_checkpoint.name == f"step-{result.steps:08}"
+    rest = trainer("part", dropout=0.5)
+    assert rest.train().steps == 12
+    assert_equal(rest.step.model.parameters(), whole.step.model.parameters(), 0, 0)
+
+
+@case
+def an_error_in_a_training_ends_all() -> None:
+    training = trainer("error", callbacks=[Stop(5, error=True)])
+    message = "the disk is full" if RANK == SIZE - 1 else f"rank {SIZE - 1} failed"
+    with refused(message, None, TrainingError):
+        training.train()
+    with refused("expected one that is shared by the ranks", None, ValueError):
+        Trainer(training.step, Loader(np.zeros((8, 2))), run=FOLDER, epochs=1)
+
+
+def is_alike(number: int) -> bool:
+    return bool(mx.distributed.all_sum(mx.array(number), group=GROUP).item() == SIZE * number)
 
 
 def ends() -> None:

@@ -11,7 +11,7 @@ from faststep._step._library import is_installed
 from faststep._step._memory_plan import MemoryPlan
 from faststep._step._options import Options, whole_number
 from faststep._step._output import Stats, StepOutput
-from faststep._step._ranks import RankError
+from faststep._step._ranks import RankError, Ranks, end_hung_rank
 from faststep._step._state import like
 from faststep._step._step import Step
 
@@ -19,10 +19,12 @@ __all__ = [
     "MemoryPlan",
     "Options",
     "RankError",
+    "Ranks",
     "Stats",
     "Step",
     "StepOutput",
     "call_with",
+    "end_hung_rank",
     "fast_step",
     "is_installed",
     "like",

@@ -17,7 +17,7 @@ from faststep._native import core
 from faststep._step._average import refuse_average
 from faststep._step._misuse import refuse_options
 from faststep._step._options import Options
-from faststep._step._ranks import check_ranks
+from faststep._step._ranks import Ranks, check_ranks
 from faststep._step._user_optimizer import OwnOptimizer
 
 # model, optimizer, the loss function, its positional and named arguments
@@ -38,8 +38,8 @@ class Program:
         self.options = options
         self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
         self.core = core.Step(model, optimizer, options, group)
-        self.group = None if group is None or group.size() == 1 else group
-        self.unchecked = self.group is not None  # the ranks are compared at the first step
+        self.ranks = Ranks(self.core, group)
+        self.unchecked = self.ranks.size > 1  # they are compared at the first step
         if threading.current_thread() is not threading.main_thread():
             _threads.add(threading.get_native_id())
         self.clip_to(options.max_grad_norm)
@@ -50,8 +50,8 @@ class Program:
 
     def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Compare model, optimizer and options with those of the other ranks."""
-        if self.group is not None:
-            check_ranks(model, optimizer, self.options, self.group)
+        if self.ranks.group is not None:
+            check_ranks(model, optimizer, self.options, self.ranks.group)
         self.unchecked = False
 
     def call(

@@ -1,16 +1,21 @@
-"""The ranks of a group: what they must have alike before the first update, and gradients averaged over them."""
+"""The ranks of a group: what they must have alike before the first update, and what they do together beside updates."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from faststep._command import HUNG
 from faststep._native import core
 from faststep._step._options import Options
 
@@ -18,6 +23,7 @@ Group = mx.distributed.Group
 RankError = core.RankError
 _FREE = {"compile", "replay", "in_flight", "max_traces", "clear_cache_every"}  # each rank may have its own
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
+_KINDS = {"gradients": 1, "validation": 2, "checkpoint": 3}  # as the native step numbers them
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -27,6 +33,51 @@ class _Part(NamedTuple):
     name: str
     text: str
     remedy: str
+
+
+class Ranks:
+    """The ranks of a step, and what they do together beside its updates; without a group, this process alone.
+
+    They meet in turns. Each meeting, and each update, begins by telling all of them whether one has failed, and whether
+    they are at the same place: an error on all of them if not, before anything else is exchanged.
+
+    Attributes:
+        group: The group, None without other ranks.
+        rank: The number of this process, from 0 on.
+        size: How many there are.
+    """
+
+    def __init__(self, native: core.Step, group: Group | None) -> None:
+        self._native = native
+        self.group = None if group is None or group.size() == 1 else group
+        self.rank, self.size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+
+    def gather(self, value: Any, kind: Literal["gradients", "validation", "checkpoint"]) -> list[Any]:
+        """Return the values of all ranks, plain JSON values, in their order; to be called on all of them.
+
+        Raises:
+            RankError: Another rank has failed, is gone, or is somewhere else.
+        """
+        if self.group is None:
+            return [value]
+        self._native.meet(_KINDS[kind])
+        text = json.dumps(value).encode()
+        lengths = [length for (length,) in _gathered([len(text)], self.group)]
+        rows = _gathered([*text, *[0] * (max(lengths) - len(text))], self.group)
+        return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+    def agree(self, wish: int) -> int:
+        """Tell the others a number below 256 from the next meeting or update on.
+
+        Returns:
+            The largest that any rank had told by the last one, the same on all ranks; without a group `wish` itself.
+        """
+        return wish if self.group is None else self._native.wish(wish)
+
+    def fail(self) -> None:
+        """Tell the others that this rank has failed, unless they know; nothing is raised where they are gone."""
+        with contextlib.suppress(RankError):
+            self._native.fail()
 
 
 def check_ranks(model: nn.Module, optimizer: Any, options: Options, group: Group) -> None:
@@ -53,7 +104,7 @@ def check_ranks(model: nn.Module, optimizer: Any, options: Options, group: Group
 
 
 def mean_gradients(
-    compute: Callable[[], tuple[Any, dict[str, Any]]], weighted: bool, group: Group
+    compute: Callable[[], tuple[Any, dict[str, Any]]], weighted: bool, ranks: Ranks
 ) -> tuple[Any, dict[str, Any]]:
     """Compute loss and gradients, averaged over the ranks, by weight if `weighted`; to be called on all of them.
 
@@ -64,18 +115,24 @@ def mean_gradients(
         value, gradients = compute()
         loss = value[0] if isinstance(value, tuple) else value
         weight = mx.array(value[1] if weighted else 1.0, mx.float32)
-        row = mx.stack([mx.array(0.0), weight, loss.astype(mx.float32) * weight])
-        mx.eval(row, gradients)
+        mine: Any = mx.stack([weight, loss.astype(mx.float32) * weight]).tolist()
+        mx.eval(gradients)
     except BaseException:
-        mx.eval(_sum(mx.array([1.0, 0.0, 0.0]), group))
+        ranks.fail()
         raise
-    failed, total, losses = _sum(row, group)
-    if failed.item():
-        raise _error([], "gradients: another rank failed, whose own error says why")
-    mean = (losses / total).astype(loss.dtype)
-    share = weight * group.size() / total
-    gradients = nn.average_gradients(tree_map(lambda each: each * share.astype(each.dtype), gradients), group)
+    total, losses = (sum(each) for each in zip(*ranks.gather(mine, "gradients"), strict=True))
+    mean = mx.array(losses / total if total else float("nan"), loss.dtype)
+    share = mine[0] * ranks.size / total if total else float("nan")
+    gradients = nn.average_gradients(tree_map(lambda each: each * share, gradients), ranks.group)
     return ((mean, *value[1:]) if isinstance(value, tuple) else mean), gradients
+
+
+def end_hung_rank() -> NoReturn:
+    """End this process, whose wait for other ranks nothing else ends."""
+    print(
+        f"faststep: ending this rank, exit code {HUNG}: MLX waits for the others for ever", file=sys.stderr, flush=True
+    )
+    os._exit(HUNG)
 
 
 def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str, mx.array]) -> list[_Part]:
@@ -128,15 +185,6 @@ def _gathered(numbers: list[int], group: Group) -> list[list[int]]:
         raise _error([], f"the other ranks are lost: {error}") from None
     found: list[list[int]] = rows
     return found
-
-
-def _sum(array: mx.array, group: Group) -> mx.array:
-    try:
-        total = mx.distributed.all_sum(array, group=group)
-        mx.eval(total)
-    except RuntimeError as error:
-        raise _error([], f"the other ranks are lost: {error}") from None
-    return total
 
 
 def _others(rows: list[list[int]], index: int) -> list[int]:

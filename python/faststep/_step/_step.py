@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +12,6 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_map
 
-from faststep._command import HUNG
 from faststep._step import _state
 from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
@@ -22,7 +20,7 @@ from faststep._step._misuse import explain, function
 from faststep._step._options import Nonfinite, Options, Replay, Transform, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
-from faststep._step._ranks import mean_gradients
+from faststep._step._ranks import Ranks, end_hung_rank, mean_gradients
 from faststep._step._user_optimizer import as_optimizer
 from faststep._watch import Watchdog, hang_report
 
@@ -330,11 +328,11 @@ class Step:
             RuntimeError: As a step does.
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
-        core, group = self._program.core, self._program.group
+        core, ranks = self._program.core, self._program.ranks
         try:
-            if group is None:
+            if ranks.size == 1:
                 return core.gradients(call)
-            return mean_gradients(lambda: core.gradients(call), self._weighted, group)
+            return mean_gradients(lambda: core.gradients(call), self._weighted, ranks)
         except TypeError:
             explain(self.loss_fn, self.model, batch, named)
             raise
@@ -369,6 +367,11 @@ class Step:
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         return memory_plan(self._program.core.memory_plan(call, self._accumulate))
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the `group`; this process alone without one."""
+        return self._program.ranks
 
     def check_ranks(self) -> None:
         """Compare model, optimizer and options with those of the other ranks of the `group`, to the bit.
@@ -432,9 +435,8 @@ class Step:
 
 
 def _report_hang(step: Step, stage: str, seconds: float) -> None:
-    group = step._program.group
-    facts = {} if group is None else {"group": f"rank {group.rank()} of {group.size()}, in call {step._program.calls[0]}"}
+    ranks = step.ranks
+    facts = {} if ranks.size == 1 else {"group": f"rank {ranks.rank} of {ranks.size}, in call {step._program.calls[0]}"}
     print(f"faststep: {step.hang_report(stage, seconds, facts)}", file=sys.stderr, flush=True)
-    if group is not None and stage == "collective":
-        print(f"faststep: ending this rank, exit code {HUNG}: MLX waits for the others for ever", file=sys.stderr, flush=True)
-        os._exit(HUNG)
+    if facts and stage == "collective":
+        end_hung_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,8 @@ def predict(
 
 
 def _supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str] | None) -> None:
+    if "MLX_RANK" in os.environ:
+        raise Exit("--supervise: expected one process, got a rank of several: they end and start together")
     from faststep.cli._supervisor import supervise
 
     raise SystemExit(supervise(command, load, overrides or []))

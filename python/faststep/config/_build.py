@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,16 +84,20 @@ def build(config: Config) -> Built:
     problems = [*usage.problems(config.source), *parts.problems]
     if problems:
         raise ConfigError(problems)
+    group = _group()
+    shares = {} if group is None else {"rank": group.rank(), "world_size": group.size()}
     _seed(usage.top["seed"])
     blame = Blame(config)
     model = _model(found["model"].make(), usage, blame)
-    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]}, blame, model)
+    loader = _loader(found, "train", usage.loader | {"seed": usage.top["seed"]} | shares, blame, model)
     optimizer = _optimizer(_choices(parts, usage, loader), model, blame)
     loss_fn = found["loss"].make()
     if metrics := {name: part.make() for name, part in found["metrics"].items()}:
         loss_fn = LossWithMetrics(loss_fn, metrics, weighted=usage.step["weighted"])
-    step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage)))
-    validation = _loader(found, "validation", usage.validation, blame, model) if usage.validates else None
+    step = blame(("step",), lambda: Step(model, optimizer, loss_fn, **_step_options(usage), group=group))
+    validation = _loader(found, "validation", usage.validation | shares, blame, model) if usage.validates else None
+    if group is not None:
+        mx.random.seed(usage.top["seed"] + group.rank())  # the models are equal; what a rank draws is its own
     callbacks = [each.make() for each in found["callbacks"]]
     loggers = [each.make for each in found["loggers"]]
     return Built(step, loader, validation, callbacks, loggers, usage.trainer, usage.logs, config.resolved())
@@ -137,6 +142,11 @@ class Blame:
         for key in path:
             value = value[key] if isinstance(key, int) else getattr(value, key)
         return value
+
+
+def _group() -> mx.distributed.Group | None:
+    """Return the processes that were started together, as `mlx.launch` does; None where this one is alone."""
+    return mx.distributed.init(strict=True) if "MLX_RANK" in os.environ else None
 
 
 def _seed(seed: int) -> None:

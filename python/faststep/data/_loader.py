@@ -141,6 +141,7 @@ class Loader:
         self.batch_size, self.workers, self.prefetch = batch_size, workers, prefetch
         self._shuffle, self._seed, self._collate = shuffle, seed, collate
         self._sharing = Sharing(batch_size, rank, world_size, drop_last)
+        self.world_size = world_size
         self._arranger = collate if isinstance(collate, ByLength) and collate.arranges else None
         self._lengths: Lengths | None = None
         if isinstance(self._source, Items) and self._arranger:

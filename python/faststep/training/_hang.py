@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from faststep._command import HUNG
-from faststep._step import Step
+from faststep._step import Step, end_hung_rank
 
 OnHang = Literal["report", "exit"]
 _LOG_SECONDS = 5.0  # for the log, which may be what hangs
@@ -38,7 +38,9 @@ def report(trainer: Training, event: Callable[..., Any], phase: str, seconds: fl
         phase: The phase of its clock.
         seconds: How long there has been no progress.
     """
-    stage = trainer.step.stage()[0] if phase == "step" else phase
+    stage = trainer.step.stage()[0]
+    waits = stage == "collective"  # for other ranks, in a validation too
+    stage = stage if waits or phase == "step" else phase
     text = trainer.step.hang_report(stage, seconds, {"step": str(trainer.number + 1)})
     path, shown = _free(trainer.run, trainer.number + 1), text
     with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
@@ -52,6 +54,8 @@ def report(trainer: Training, event: Callable[..., Any], phase: str, seconds: fl
     if trainer.on_hang == "exit":
         print(f"faststep: ending this process (on_hang: exit), exit code {HUNG}", file=sys.stderr, flush=True)
         os._exit(HUNG)
+    if waits and trainer.step.ranks.size > 1:
+        end_hung_rank()
 
 
 def _free(run: Path, step: int) -> Path:

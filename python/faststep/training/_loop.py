@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import signal
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from faststep._random import mlx_key
+import mlx.core as mx
+
+from faststep._random import mlx_key, mlx_seed
 from faststep._records import number as value_of
-from faststep._step import Step, call_with
+from faststep._step import Ranks, Step, call_with
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of
 from faststep.metrics import scalars
@@ -29,6 +32,7 @@ from faststep.training._validate import Evaluation, evaluate, evaluating
 from faststep.training._window import Window, reopen, rows_of
 
 _END = object()
+_WISHES: tuple[Reason | None, ...] = (None, "signal", "max_time", "callback")  # what a rank asks all for, by number
 Start = Literal["newest", "new", "best"] | int
 
 
@@ -53,11 +57,13 @@ class Loop:
     config: dict[str, Any] | None
     monitor: Monitor
     checkpoints: Checkpoints
+    ranks: Ranks
     _rates: list[float | None]  # that the optimizer was made with
     _damaged: list[Checkpoint]  # passed over; the log is told when it is open
     _phase_of_step: Callable[[BaseException], Phase]
     _log: Log | None
     _reason: Reason | None
+    _asked: bool  # a callback asked for the end
     _validated: int | None  # the step of the last validation, and of the last checkpoint
     _saved: int | None
     _metric: float | None  # of the last validation
@@ -69,8 +75,19 @@ class Loop:
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = self._metric = None
         self._checked, self._lost, self._changed = False, list[str](), list[str]()
-        self._signals = Signals(lambda: bool(getattr(self.loader, "reading", False)))
+        self._asked = False
+        alone = self.ranks.size == 1  # a rank leaves at an update, with the others
+        self._signals = Signals(lambda: alone and bool(getattr(self.loader, "reading", False)))
         return self._signals
+
+    # an error is told to the other ranks
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.ranks.fail()
+            raise
 
     @property
     def number(self) -> int:
@@ -123,14 +140,18 @@ class Loop:
             self._validate()
         while not self._finished():
             self._epoch()
-        if self._signals.received is not None:
-            self._logs.event("signal", f"{self._signals.received.name}: saving, then leaving")
+        signal_ends = self._signals.received is not None if self.ranks.size == 1 else self._reason == "signal"
+        if signal_ends:
+            name = "a signal to another rank" if self._signals.received is None else self._signals.received.name
+            self._logs.event("signal", f"{name}: saving, then leaving")
         elif self.number != self._validated:
             self._validate()
         if self.number != self._saved or self._progress.window:
             self._save()
         with self._tagged("checkpoint"), self.clock.phase("checkpoint"):
             self.checkpoints.wait()
+            self.ranks.agree(0)
+            self.ranks.gather(None, "checkpoint")  # the folder is as it stays
         self._logs.tell_interval()
         result = self._result()
         if self.load_best_at_end and result.best_checkpoint is not None:
@@ -199,7 +220,7 @@ class Loop:
 
     # a worker that hangs does not keep a signal from ending the training
     def _on_wait(self, seconds: float) -> None:
-        if self._signals.received is not None:
+        if self._signals.received is not None and self.ranks.size == 1:
             raise Interrupted
 
     def _train_on(self, batch: Any, epoch: int, samples: int, tokens: int) -> None:
@@ -210,7 +231,7 @@ class Loop:
             output = call_with(batch, self.step)
         if not self._checked:
             self._check(output.aux, samples)
-        window.add(output, samples, tokens)
+        window.add(output, samples, tokens, self.ranks.size)
         self._judge(Tried(batch, key, output, epoch, position))
         if len(window) >= self.step.accumulate:
             self._end_window(window)
@@ -255,7 +276,9 @@ class Loop:
         self._save()
         with self._tagged("checkpoint"):
             self.checkpoints.wait()
-            path = _bad_batches.write(self.run / "bundles", self.step, tried, self.number, self.config)
+            path = self.run / "bundles"
+            if self.ranks.rank == 0:
+                path = _bad_batches.write(path, self.step, tried, self.number, self.config)
         text = (
             f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the "
             f"loss is above max_loss. The last one ({self._why}) is in {path}, with the weights and the random state "
@@ -280,10 +303,11 @@ class Loop:
             self._save()
 
     def _finished(self) -> bool:
-        if self._reason is None and self._signals.received is not None:
-            self._reason = "signal"
-        if self._reason is None and self.max_time is not None and self.seconds >= self.max_time:
-            self._reason = "max_time"
+        if self._reason is None:
+            out_of_time = self.max_time is not None and self.seconds >= self.max_time
+            asked = [self._signals.received is not None, out_of_time, self._asked]
+            wish = next((number for number, each in enumerate(asked, start=1) if each), 0)
+            self._reason = _WISHES[self.ranks.agree(wish)]
         enough = self.steps is not None and self.number >= self.steps
         enough = enough or (self.epochs is not None and self.loader.epoch >= self.epochs)
         return self._reason is not None or enough
@@ -295,7 +319,8 @@ class Loop:
         with evaluating(self.step):
             with self.clock.phase("validation"), self._tagged("validation"):
                 began = time.perf_counter()
-                found = evaluate(self.step, self.validation, self.validation_batches, self.clock.touch)
+                limits = self.validation_batches, self.clock.touch
+                found = evaluate(self.step, self.validation, *limits, ranks=self.ranks)
                 seconds, value = time.perf_counter() - began, self.monitor.value(found)
             self._validated, self.validated, self._metric = progress.number, found, value
             best = self.monitor.improves(value, progress.best)
@@ -307,7 +332,8 @@ class Loop:
             if math.isnan(found.loss):
                 self._logs.event("validation", f"the validation loss is NaN, over {found.batches} batches")
             self._tell("on_validation", found.loss, best)
-        if best or self._saved == progress.number or self.checkpoints.would_keep(value):
+        due = best or self._saved == progress.number
+        if due or self.ranks.gather(self.ranks.rank == 0 and self.checkpoints.would_keep(value), "checkpoint")[0]:
             self._save()
         if self._is_stale() and self._reason is None:
             text = f"no better {self.monitor.name} than {progress.best} in {progress.stale} validations"
@@ -325,8 +351,12 @@ class Loop:
             began, progress = time.perf_counter(), self._progress
             progress.seconds, self._began = self.seconds, began
             numbers = progress.state() | {"callbacks": _callback.states(self.callbacks), "rates": self._rates}
+            if self.ranks.size > 1:
+                numbers["random"] = self.ranks.gather(mlx_seed(), "checkpoint")
             about: dict[str, Any] = {"numbers": numbers, "metric": metric, "healthy": not self._is_sick(metric)}
-            path = self.checkpoints.save(self.step, self.loader, number=progress.number, **about)
+            path = self.checkpoints.folder
+            if self.ranks.rank == 0:
+                path = self.checkpoints.save(self.step, self.loader, number=progress.number, **about)
             pause = time.perf_counter() - began
         self._saved = progress.number
         self._logs.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})
@@ -337,9 +367,9 @@ class Loop:
         return self._progress.row > 0 or (metric is not None and not math.isfinite(metric))
 
     def _resume(self, start: Start) -> bool:
-        found = None if start == "new" else self.checkpoints.restore(self.step, self.loader, start)
+        found = self._restored(start)
         if found is None:
-            there = self.checkpoints.list()
+            there = self.checkpoints.list() if self.ranks.rank == 0 else []
             if there and start == "new":
                 raise CheckpointError(f"{self.run}: there are checkpoints of another training")
             if there:
@@ -349,6 +379,7 @@ class Loop:
                 )
             return False
         numbers = dict(found.numbers)
+        self._seed(numbers.pop("random", []))
         window, states = numbers.pop("window"), numbers.pop("callbacks")
         self._changed = list(_rates.go_on(self.step.optimizer, self._rates, numbers.pop("rates", None)))
         with self._tagged("callback"):
@@ -362,6 +393,22 @@ class Loop:
         self._validated = None if found.metric is None else self.number  # it may have been killed in between
         self._reason = "early_stop" if self._is_stale() else None
         return True
+
+    # the first rank chooses, and sets aside what is behind; the others take the same
+    def _restored(self, start: Start) -> Checkpoint | None:
+        found = None
+        if start != "new" and self.ranks.rank == 0:
+            found = self.checkpoints.restore(self.step, self.loader, start)
+        chosen = self.ranks.gather(None if found is None else found.number, "checkpoint")[0]
+        if self.ranks.rank > 0 and chosen is not None:
+            found = self.checkpoints.restore(self.step, self.loader, chosen)
+        return found
+
+    # each rank goes on with its own random state; of a checkpoint of another number of ranks, with one like no other's
+    def _seed(self, seeds: list[int]) -> None:
+        rank = self.ranks.rank
+        if self.ranks.size > 1:
+            mx.random.seed(seeds[rank] if len(seeds) == self.ranks.size else mlx_seed() + rank)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         for callback in self.callbacks:

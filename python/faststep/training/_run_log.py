@@ -73,7 +73,8 @@ class Log:
     def __init__(self, trainer: Training, loggers: Iterable[Logger]) -> None:
         """Open the file."""
         self._trainer = trainer
-        self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers])
+        first = trainer.step.ranks.rank == 0  # the others keep no log
+        self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers] if first else [])
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
         self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet

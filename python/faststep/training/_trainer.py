@@ -162,6 +162,8 @@ class Trainer(Loop):
         if metrics is not None:
             step.loss_fn = LossWithMetrics(step.loss_fn, metrics, weighted=step.options.weighted)
         self.step, self.loader, self.validation, self.run = step, loader, validation, Path(run)
+        self.ranks = step.ranks
+        self._refuse_unshared()
         self.steps, self.epochs, self.callbacks = steps, epochs, list(callbacks)
         self.log_every, self.validate_every, self.checkpoint_every = log_every, validate_every, checkpoint_every
         self.validation_batches, self.patience = validation_batches, patience
@@ -184,9 +186,21 @@ class Trainer(Loop):
         self._log = None
         self._begin()
 
+    def _refuse_unshared(self) -> None:
+        """Refuse a loader that gives all ranks the same batches."""
+        for name, loader in {"loader": self.loader, "validation": self.validation}.items():
+            shared = getattr(loader, "world_size", None)
+            if shared is not None and shared != self.ranks.size:
+                raise ValueError(
+                    f"{name}: expected one that is shared by the ranks of the step, Loader(..., rank={self.ranks.rank}, "
+                    f"world_size={self.ranks.size}), got one with world_size={shared}"
+                )
+
     def stop(self) -> None:
-        """End the training behind the step under way, with a checkpoint."""
-        self._reason = self._reason or "callback"
+        """End the training behind the step under way, with a checkpoint; with a group that of all ranks."""
+        self._asked = True
+        if self.ranks.size == 1:
+            self._reason = self._reason or "callback"
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values of your own at the current step, for callbacks: records of the kind "values".
@@ -231,14 +245,17 @@ class Trainer(Loop):
             RunError: Another process trains in the same folder, or the folder cannot be used. Nothing has changed.
             CheckpointError: There is no such checkpoint, or it is of another training. Nothing has changed.
         """
-        with _run_folder.locked(self.run), _ids.guarded(), without_warning(), self._begin():
-            _run_folder.check(self.run, self.step.model, self.step.optimizer)
-            self.checkpoints.check()
+        first = self.ranks.rank == 0  # which has the folder
+        folder = _run_folder.locked(self.run) if first else contextlib.nullcontext()
+        with folder, _ids.guarded(), without_warning(), self._begin(), self._told():
+            if first:
+                _run_folder.check(self.run, self.step.model, self.step.optimizer)
+                self.checkpoints.check()
             resumed = self._resume(start)
-            loggers = self._loggers() if callable(self._loggers) else self._loggers
+            loggers = self._loggers() if first and callable(self._loggers) else self._loggers
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
-            self._log = Log(self, [Progress()] if loggers is None else loggers)
+            self._log = Log(self, [Progress()] if loggers is None else loggers if first else [])
             try:
                 hangs = functools.partial(_hang.report, self, self._log.event)
                 parts = self.clock, self.loader, self._log.event, self._signals

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from faststep._random import mlx_seed
 from faststep._records import number
-from faststep._step import Step, call_with
+from faststep._step import Ranks, Step, call_with
 from faststep.metrics import Average, Predictions, of_loss, scalars
 from faststep.training import _ids
 from faststep.training._few_bits import unpacked
@@ -75,10 +75,23 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Eva
 
 
 def evaluate(
-    step: Step, batches: Iterable[Any], most: int | None, on_batch: Callable[[], None] = lambda: None
+    step: Step,
+    batches: Iterable[Any],
+    most: int | None,
+    on_batch: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Compute the means of some batches with the model as it is, and call `on_batch` after each; see `validate`."""
+    """Compute the means of some batches with the model as it is, and call `on_batch` after each; see `validate`.
+
+    With `ranks`, over the batches that all of them have.
+
+    Raises:
+        ValueError: There are several ranks, and a metric of all predictions: each rank has its own alone.
+    """
     average, predictions, count = Average(), Predictions(step.loss_fn), 0
+    if predictions.metrics and ranks is not None and ranks.group is not None:
+        names = ", ".join(predictions.metrics)
+        raise ValueError(f"metrics ({names}): expected means over batches with several ranks, got one of all predictions")
     unread: deque[tuple[dict[str, Any], Any, dict[str, Any]]] = deque()
     start = getattr(batches, "state", None)
     try:
@@ -93,6 +106,11 @@ def evaluate(
     finally:
         if start is not None and hasattr(batches, "load_state"):
             batches.load_state(start)  # the same batches the next time
+    if ranks is not None:
+        parts = ranks.gather([average.sums, count], "validation")
+        average, count = Average(), sum(each for _, each in parts)
+        for sums, _ in parts:
+            average.join(Average(sums))
     loss, metrics = average.read()
     metrics |= of_loss(step.loss_fn, loss) | predictions.read()
     return Evaluation(float("nan") if loss is None else loss, count, metrics)

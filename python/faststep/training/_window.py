@@ -17,7 +17,7 @@ from faststep.metrics import Average, of_loss, scalars
 class _Lazy(NamedTuple):
     """The scalars of one batch, on the device: nothing else that a loss returns is kept until it is logged."""
 
-    loss: mx.array
+    loss: mx.array | None  # None where it comes with the update, over all ranks
     weight: Any
     skipped: mx.array | bool
     metrics: dict[str, Any]
@@ -56,21 +56,27 @@ class Window:
     def __len__(self) -> int:
         return self.batches
 
-    def add(self, output: StepOutput, samples: int, tokens: int) -> None:
-        """Add what the step gave for a batch, and how much was in it."""
-        self._unread.append(_Lazy(output.loss, output.weight, output.skipped, scalars(output.aux)))
+    def add(self, output: StepOutput, samples: int, tokens: int, ranks: int = 1) -> None:
+        """Add what the step gave for a batch, and how much was in it on one of the ranks."""
+        loss = None if ranks > 1 and output.updated is False else output.loss
+        self._unread.append(_Lazy(loss, output.weight, output.skipped, scalars(output.aux)))
         self._norm = output.grad_norm
-        self.batches, self.samples, self.tokens = self.batches + 1, self.samples + samples, self.tokens + tokens
+        self.batches, self.samples = self.batches + 1, self.samples + ranks * samples
+        self.tokens += ranks * tokens
 
     def read(self) -> None:
         """Read what is on the device; wait for it."""
+        whole = 0.0  # the weight of what the next loss is a mean over
         for lazy in self._unread:
             if bool(lazy.skipped):
                 self.skipped += 1
                 continue
-            values = {"loss": lazy.loss, **lazy.metrics}
             weight = 1.0 if lazy.weight is None else number(lazy.weight)
-            self.average.add({name: number(value) for name, value in values.items()}, weight)
+            whole += weight
+            if lazy.loss is not None:
+                self.average.add({"loss": number(lazy.loss)}, whole)
+                whole = 0.0
+            self.average.add({name: number(value) for name, value in lazy.metrics.items()}, weight)
         self._unread = []
 
     def record(self, loss_fn: Any) -> dict[str, Any]:

@@ -80,7 +80,10 @@ fn rebind_error(error: &RebindError) -> PyErr {
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.py().import("mlx.core")?;
     mlx::bridge::init(module)?;
-    module.add("RankError", module.py().get_type::<mlx::errors::RankError>())?;
+    module.add(
+        "RankError",
+        module.py().get_type::<mlx::errors::RankError>(),
+    )?;
     module.add_class::<step::MemoryPlan>()?;
     module.add_class::<step::Step>()?;
     module.add_class::<step::TraceRecord>()?;

@@ -295,6 +295,26 @@ impl Step {
         (stage.name(), entered, clock.operations(), clock.traces())
     }
 
+    /// Meet the other ranks of the group for something that is no update: 1 gradients, 2 a validation, 3 a checkpoint.
+    fn meet(&self, py: Python<'_>, kind: u8) -> PyResult<()> {
+        self.with_ranks((), |ranks, update| {
+            ranks.meet(kind, update, &mut Waiting(py))
+        })
+    }
+
+    /// Tell the other ranks that this one has failed, unless they know.
+    fn fail(&self, py: Python<'_>) -> PyResult<()> {
+        self.with_ranks((), |ranks, update| ranks.fail(update, &mut Waiting(py)))
+    }
+
+    /// Give a number to the other ranks, from the next round on; return the largest that one has given in the last round.
+    fn wish(&self, number: u8) -> PyResult<u8> {
+        self.with_ranks(0, |ranks, _| {
+            ranks.wish(number);
+            Ok(ranks.wished())
+        })
+    }
+
     /// Wait for all work in flight.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         self.open(|_, shared| match shared.enter()?.engine.as_mut() {
@@ -371,6 +391,22 @@ impl Step {
 }
 
 impl Step {
+    // what is done with the other ranks, and the number of the next update; without a group nothing
+    fn with_ranks<T>(
+        &self,
+        none: T,
+        work: impl FnOnce(&mut Ranks, usize) -> Result<T, Error>,
+    ) -> PyResult<T> {
+        self.open(|inner, shared| {
+            let update = inner.updates + 1;
+            let Some(ranks) = inner.ranks.as_mut() else {
+                return Ok(none);
+            };
+            shared.clock.enter(Stage::Collective);
+            work(ranks, update).map_err(|error| to_python(&error))
+        })
+    }
+
     // a call that reads the user's model and optimizer
     fn enter<T>(
         &self,

@@ -60,7 +60,9 @@ pub(super) fn check_update(update: &Outputs) -> Result<()> {
     let loss = update.loss.as_ref().map(Array::try_item_exact::<f32>);
     let skipped = update.skipped.as_ref().map(is_true).transpose()?;
     if let (Some(Ok(loss)), Some(true)) = (loss, skipped) {
-        return refuse(format!("over all ranks the loss is {loss}, or the gradients' norm not finite")); // only what is summed over ranks has one
+        // only what is summed over ranks has a loss here
+        let what = "or the gradients' norm is not finite";
+        return refuse(format!("over all ranks the loss is {loss}, {what}"));
     }
     check_norm(update, "the sum of the window's gradients")
 }

@@ -28,7 +28,9 @@ use crate::{
 /// Buffers of one dtype are summed together until they have so many bytes: that of `nn.average_gradients`.
 const JOINED_BYTES: usize = 32 << 20;
 /// The numbers of a row.
-const ROW: usize = 6;
+const ROW: usize = 8;
+/// What ranks may meet for, by number: an update first.
+const KINDS: [&str; 4] = ["an update", "gradients", "a validation", "a checkpoint"];
 /// Hashes and counts within a row are whole numbers below this, which float32 has exactly.
 const EXACT: u64 = 1 << 24;
 
@@ -41,6 +43,8 @@ struct Row {
     update: f32,
     layout: f32,
     options: f32,
+    kind: f32, // of `KINDS`
+    wish: f32,
 }
 
 impl Row {
@@ -52,6 +56,8 @@ impl Row {
             self.update,
             self.layout,
             self.options,
+            self.kind,
+            self.wish,
         ]
     }
 
@@ -64,6 +70,8 @@ impl Row {
             update: at(3),
             layout: at(4),
             options: at(5),
+            kind: at(6),
+            wish: at(7),
         }
     }
 }
@@ -78,6 +86,9 @@ pub struct Ranks {
     layout: Option<(Rc<Layout>, f32)>,
     rounds: usize,
     weight: f32,
+    wish: u8,
+    wished: u8,
+    told: bool, // the last round has failed: nobody waits for this rank
     bytes: usize,
     seconds: f64,
 }
@@ -117,6 +128,9 @@ impl Ranks {
             layout: None,
             rounds: 0,
             weight: 0.0,
+            wish: 0,
+            wished: 0,
+            told: false,
             bytes: 0,
             seconds: 0.0,
         }
@@ -146,17 +160,64 @@ impl Ranks {
         self.seconds
     }
 
-    /// Tell the others that this rank has failed, as its part of a round.
+    /// Give a number to the others from the next round on.
+    pub fn wish(&mut self, wish: u8) {
+        self.wish = wish;
+    }
+
+    /// The largest number that a rank has given in the last round, the same on all ranks.
+    #[must_use]
+    pub fn wished(&self) -> u8 {
+        self.wished
+    }
+
+    /// Tell the others that this rank has failed, as its part of a round; not where the last one has failed already.
     ///
     /// # Errors
     /// [`Error::Ranks`], when they cannot be reached.
     pub fn fail(&mut self, update: usize, owner: &mut dyn Owner) -> Result<()> {
+        if self.told {
+            return Ok(());
+        }
         let row = Row {
             failed: 1.0,
-            update: exact(update as u64),
-            ..Row::default()
+            ..self.row(update)
         };
+        self.told = true;
         self.exchange(row, update, owner).map(drop)
+    }
+
+    /// Meet the others for one of `KINDS` that is no update, before anything is exchanged for it.
+    ///
+    /// # Errors
+    /// [`Error::Ranks`], when one of them has failed, or meets for something else.
+    pub fn meet(&mut self, kind: u8, update: usize, owner: &mut dyn Owner) -> Result<()> {
+        let row = Row {
+            kind: f32::from(kind),
+            update: 0.0, // one may be about to load a checkpoint
+            ..self.row(update)
+        };
+        self.round(row, update, owner).map(drop)
+    }
+
+    fn row(&self, update: usize) -> Row {
+        Row {
+            update: exact(update as u64),
+            wish: f32::from(self.wish),
+            ..Row::default()
+        }
+    }
+
+    // the rows of all ranks, which agree
+    fn round(&mut self, row: Row, update: usize, owner: &mut dyn Owner) -> Result<Vec<Row>> {
+        self.told = true;
+        let rows = self.exchange(row, update, owner)?;
+        agree(&rows, update)?;
+        self.told = false;
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // each was such a number
+        let wishes = rows.iter().map(|row| row.wish as u8);
+        self.wished = wishes.max().unwrap_or(0);
+        Ok(rows)
     }
 
     // the rows of all ranks
@@ -188,7 +249,10 @@ impl Ranks {
         let beside = if beside[0] == beside[1] {
             format!("rank {}", beside[0])
         } else {
-            format!("rank {} or rank {}, or one behind them", beside[0], beside[1])
+            format!(
+                "rank {} or rank {}, or one behind them",
+                beside[0], beside[1]
+            )
         };
         Error::Ranks {
             ranks: Vec::new(),
@@ -200,57 +264,13 @@ impl Ranks {
         }
     }
 
-    // the error of ranks that do not agree, the same on all of those that have not failed
-    fn agree(&self, rows: &[Row], update: usize) -> Result<()> {
-        let refuse = |ranks: Vec<usize>, what: String| {
-            Err(Error::Ranks {
-                ranks,
-                message: format!(
-                    "update {update}: {what}. Nothing was updated on any rank, and what was in the window is gone"
-                ),
-            })
-        };
-        let those = |is: &dyn Fn(&Row) -> bool| -> Vec<usize> {
-            let rows = rows.iter().enumerate();
-            rows.filter(|(_, row)| is(row)).map(|(rank, _)| rank).collect()
-        };
-        let failed = those(&|row| row.failed > 0.0);
-        if !failed.is_empty() {
-            let what = format!("{} failed, whose own error says why", named(&failed));
-            return refuse(failed, what);
-        }
-        let first = rows[0];
-        let behind = those(&|row| row.update != first.update);
-        if !behind.is_empty() {
-            let mut what = format!("the ranks are at different updates: rank 0 at {}", first.update);
-            for &rank in &behind {
-                let _ = write!(what, ", rank {rank} at {}", rows[rank].update); // into a String
-            }
-            return refuse(behind, what + ". Load the same checkpoint on all of them");
-        }
-        let others = those(&|row| row.layout != first.layout);
-        if !others.is_empty() {
-            let what = format!(
-                "{} trains other parameters than rank 0: their shapes and dtypes, and which are frozen, are to be the same on \
-                 all ranks",
-                named(&others)
-            );
-            return refuse(others, what);
-        }
-        let others = those(&|row| row.options != first.options);
-        if !others.is_empty() {
-            let what = format!(
-                "{} has other options than rank 0: max_grad_norm, max_grad_value, nonfinite, max_loss, compute_dtype and ema_decay are \
-                 to be the same on all ranks",
-                named(&others)
-            );
-            return refuse(others, what);
-        }
-        Ok(())
-    }
-
     // the sums of arrays over all ranks, in their order
-    fn sum(&mut self, arrays: Vec<Array>, update: usize, owner: &mut dyn Owner) -> Result<Vec<Array>> {
+    fn sum(
+        &mut self,
+        arrays: Vec<Array>,
+        update: usize,
+        owner: &mut dyn Owner,
+    ) -> Result<Vec<Array>> {
         let started = Instant::now();
         self.bytes += arrays.iter().map(Array::nbytes).sum::<usize>();
         let mut arrays = Some(arrays);
@@ -272,6 +292,86 @@ impl Ranks {
             }
         }
     }
+}
+
+/// A number of a row that is the same on all ranks, and the words for those that have another than rank 0.
+type Alike = (fn(&Row) -> f32, fn(&[Row], &[usize]) -> String);
+
+const ALIKE: [Alike; 4] = [
+    (
+        |row| row.kind,
+        |rows, others| {
+            let [first, other] = [&rows[0], &rows[others[0]]].map(|row| {
+                let at = KINDS
+                    .iter()
+                    .zip(0_u8..)
+                    .find(|(_, at)| row.kind.to_bits() == f32::from(*at).to_bits());
+                at.map_or("another place", |(kind, _)| *kind)
+            });
+            format!("rank 0 is at {first}, {} at {other}", named(others))
+        },
+    ),
+    (
+        |row| row.update,
+        |rows, others| {
+            let mut what = format!(
+                "the ranks are at different updates: rank 0 at {}",
+                rows[0].update
+            );
+            for &rank in others {
+                let _ = write!(what, ", rank {rank} at {}", rows[rank].update); // into a String
+            }
+            what + ". Load the same checkpoint on all of them"
+        },
+    ),
+    (
+        |row| row.layout,
+        |_, others| {
+            format!(
+                "{} trains other parameters than rank 0: their shapes and dtypes, and which are frozen, are to be the same on all ranks",
+                named(others)
+            )
+        },
+    ),
+    (
+        |row| row.options,
+        |_, others| {
+            format!(
+                "{} has other options than rank 0: max_grad_norm, max_grad_value, nonfinite, max_loss, compute_dtype and ema_decay are \
+                 to be the same on all ranks",
+                named(others)
+            )
+        },
+    ),
+];
+
+// the error of ranks that do not agree, the same on all of those that have not failed
+fn agree(rows: &[Row], update: usize) -> Result<()> {
+    let those = |is: &dyn Fn(&Row) -> bool| -> Vec<usize> {
+        let rows = rows.iter().enumerate();
+        let found = rows.filter(|(_, row)| is(row));
+        found.map(|(rank, _)| rank).collect()
+    };
+    let failed = those(&|row| row.failed > 0.0);
+    let (ranks, what) = if failed.is_empty() {
+        let differ =
+            |of: fn(&Row) -> f32| those(&|row| of(row).to_bits() != of(&rows[0]).to_bits());
+        let mut others = ALIKE.iter().map(|(of, words)| (differ(*of), words));
+        let Some((others, words)) = others.find(|(others, _)| !others.is_empty()) else {
+            return Ok(());
+        };
+        let what = words(rows, &others);
+        (others, what)
+    } else {
+        let what = format!("{} failed, whose own error says why", named(&failed));
+        (failed, what)
+    };
+    Err(Error::Ranks {
+        ranks,
+        message: format!(
+            "update {update}: {what}. Nothing was updated on any rank, and what was in the window is gone"
+        ),
+    })
 }
 
 fn named(ranks: &[usize]) -> String {
@@ -354,15 +454,18 @@ impl Engine {
         options: &Options,
         owner: &mut dyn Owner,
     ) -> Result<()> {
-        let missing = || Error::Mlx(Exception::custom("a step without a window cannot be summed"));
+        let missing = || {
+            Error::Mlx(Exception::custom(
+                "a step without a window cannot be summed",
+            ))
+        };
         let first = self.places.window.ok_or_else(missing)?;
         let losses = self.places.losses.ok_or_else(missing)?;
         let total = first + self.layout.len();
         let mut row = Row {
-            update: exact(update as u64),
             layout: ranks.layout_hash(&self.layout),
             options: options_hash(options),
-            ..Row::default()
+            ..ranks.row(update)
         };
         if self.window.is_some() {
             let window = self.state[first..=total].iter();
@@ -374,12 +477,13 @@ impl Engine {
             row.losses = self.state[losses].try_item_exact().map_err(unread)?;
         }
         self.clock.enter(Stage::Collective);
-        let rows = ranks.exchange(row, update, owner)?;
-        ranks.agree(&rows, update)?;
+        let rows = ranks.round(row, update, owner)?;
         ranks.weight = rows.iter().map(|row| row.weight).sum();
         if ranks.weight != 0.0 && !ranks.weight.is_nan() {
             let sums = &self.state[first..total];
-            let none = sums.iter().map(|sum| ops::zeros_dtype(sum.shape(), sum.dtype()));
+            let none = sums
+                .iter()
+                .map(|sum| ops::zeros_dtype(sum.shape(), sum.dtype()));
             let none = none.collect::<MlxResult<Vec<_>>>()?;
             let arrays = if self.window.is_some() {
                 self.state.splice(first..total, none).collect() // MLX may sum in their memory

@@ -254,7 +254,13 @@ impl Options {
     #[must_use]
     pub(crate) fn batch_guard(&self) -> Option<Guard> {
         let guard = self.guard();
-        guard.map(|guard| if self.reduced { Guard::default() } else { guard })
+        guard.map(|guard| {
+            if self.reduced {
+                Guard::default()
+            } else {
+                guard
+            }
+        })
     }
 
     /// Return whether a step that is not taken is an error.

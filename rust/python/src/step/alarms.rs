@@ -99,7 +99,10 @@ impl Alarms {
 
     // the batches of the first steps: the first that is skipped is told
     fn note_skipped(&mut self, py: Python<'_>, number: usize, output: &Output) -> PyResult<()> {
-        let over_all = output.update.as_ref().and_then(|update| update.loss.as_ref()); // ranks
+        let over_all = output
+            .update
+            .as_ref()
+            .and_then(|update| update.loss.as_ref()); // ranks
         let loss = over_all.or(output.batch.loss.as_ref());
         let (Some(flag), Some(loss)) = (&output.batch.skipped, loss) else {
             return Ok(());

@@ -88,7 +88,11 @@ impl Body<'_> {
             outputs.norm = Some(norm);
         }
         if self.recipe.options.reduced {
-            let losses = self.recipe.places.losses.and_then(|at| inputs.state.get(at));
+            let losses = self
+                .recipe
+                .places
+                .losses
+                .and_then(|at| inputs.state.get(at));
             outputs.loss = Some(losses.ok_or_else(short)?.multiply(&share)?);
         }
         let good = match (self.recipe.options.guard(), &outputs.norm) {
