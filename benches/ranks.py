@@ -2,8 +2,8 @@
 
     python benches/ranks.py [--ranks 1 2] [--backend ring] [--width 512] [--steps 60]
 
-Each rank runs both in turns, and prints milliseconds a step: the median of rank 0. "alone" is the exchange of the gradients
-by itself, `nn.average_gradients` of arrays that are there.
+Each rank runs both in turns, and prints milliseconds a step: the median of rank 0. "alone" is the exchange of the
+gradients by itself, `nn.average_gradients` of arrays that are there.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ def plain(width: int, group: mx.distributed.Group) -> Callable[[mx.array, mx.arr
     model, optimizer = new(width)
     optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
-    gradients = mx.compile(nn.value_and_grad(model, loss_fn), inputs=state, outputs=state)
+    both = nn.value_and_grad(model, loss_fn)
+    gradients = mx.compile(lambda x, y: both(model, x, y), inputs=state, outputs=state)
 
     @partial(mx.compile, inputs=state, outputs=state)
     def update(grads: dict[str, object]) -> mx.array:
-        grads, norm = optim.clip_grad_norm(grads, 1.0)
-        optimizer.update(model, grads)
+        clipped, norm = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(model, clipped)
         return norm
 
     def step(x: mx.array, y: mx.array) -> None:
-        loss, grads = gradients(model, x, y)
+        loss, grads = gradients(x, y)
         norm = update(nn.average_gradients(grads, group))
         mx.eval(loss, norm, state)
 

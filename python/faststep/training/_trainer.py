@@ -192,8 +192,8 @@ class Trainer(Loop):
             shared = getattr(loader, "world_size", None)
             if shared is not None and shared != self.ranks.size:
                 raise ValueError(
-                    f"{name}: expected one that is shared by the ranks of the step, Loader(..., rank={self.ranks.rank}, "
-                    f"world_size={self.ranks.size}), got one with world_size={shared}"
+                    f"{name}: expected one that is shared by the ranks of the step, Loader(..., "
+                    f"rank={self.ranks.rank}, world_size={self.ranks.size}), got one with world_size={shared}"
                 )
 
     def stop(self) -> None:
@@ -252,10 +252,11 @@ class Trainer(Loop):
                 _run_folder.check(self.run, self.step.model, self.step.optimizer)
                 self.checkpoints.check()
             resumed = self._resume(start)
-            loggers = self._loggers() if first and callable(self._loggers) else self._loggers
+            given = self._loggers if first else []
+            loggers = given() if callable(given) else given
             if self.memory_limit is not None:
                 mx.set_memory_limit(self.memory_limit)
-            self._log = Log(self, [Progress()] if loggers is None else loggers if first else [])
+            self._log = Log(self, [Progress()] if loggers is None else loggers)
             try:
                 hangs = functools.partial(_hang.report, self, self._log.event)
                 parts = self.clock, self.loader, self._log.event, self._signals

@@ -391,7 +391,7 @@ impl Step {
 }
 
 impl Step {
-    // what is done with the other ranks, and the number of the next update; without a group nothing
+    // work with the other ranks, by the number of the next update; without a group there is none
     fn with_ranks<T>(
         &self,
         none: T,
