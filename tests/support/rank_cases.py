@@ -435,11 +435,15 @@ def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, **options: Any)
 def a_training_is_that_of_one_process() -> None:
     training = trainer("two")
     result = training.train()
+    trainer("fewer", steps=5).train()
     if RANK == 0:
+        alone = trainer("fewer", group=None)  # goes on with what the ranks began
+        assert alone.train().steps == 12
         one = trainer("one", group=None)
         wanted = one.train()
         assert result.steps == wanted.steps == 12
         assert_equal(training.step.model.parameters(), one.step.model.parameters(), 1e-4, 1e-5)
+        assert_equal(alone.step.model.parameters(), one.step.model.parameters(), 1e-4, 1e-5)
         for name, value in wanted.metrics.items():
             if name != "train/mean":  # a metric of this rank's batches
                 np.testing.assert_allclose(result.metrics[name], value, rtol=1e-4)

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_map
 from faststep._command import HUNG
 from faststep._native import core
 from faststep._step._options import Options
+from faststep._step._user_optimizer import OwnOptimizer
 
 Group = mx.distributed.Group
 RankError = core.RankError
@@ -137,6 +138,7 @@ def end_hung_rank() -> NoReturn:
 
 def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str, mx.array]) -> list[_Part]:
     shapes = [f"{name} {_dtype(array)} {list(array.shape)}" for name, array in arrays.items()]
+    optimizer = optimizer.own if isinstance(optimizer, OwnOptimizer) else optimizer
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
     chosen = {name: value for name, value in options._asdict().items() if name not in _FREE}
     kind = type(optimizer)
@@ -159,7 +161,7 @@ def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str,
 
 def _arrays(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, mx.array]]:
     parameters: Any = tree_flatten(model.trainable_parameters())
-    state: Any = tree_flatten(optimizer.state)
+    state: Any = tree_flatten(optimizer.attributes if isinstance(optimizer, OwnOptimizer) else optimizer.state)
     yield from parameters
     yield from ((f"optimizer.state.{name}", value) for name, value in state if isinstance(value, mx.array))
 

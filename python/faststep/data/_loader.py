@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
@@ -239,8 +240,8 @@ class Loader:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go to a place; an open loop is closed.
 
-        The place may be one of a loader with a batch size that this one's divides, where nothing is arranged by length:
-        then the items go on behind those that were taken.
+        The place may be one of a loader with other ranks, and with a batch size over all ranks that this one's divides,
+        where nothing is arranged by length: then the items go on behind those that were taken.
 
         Raises:
             ValueError: It is no state, or one of a loader over other data or with other arguments; nothing has changed.
@@ -262,14 +263,17 @@ class Loader:
         self._epoch, self._position, self._resume = epoch, position, stream
 
     def _batches_of(self, theirs: dict[str, Any]) -> int:
-        """Return how many batches make one of theirs; their batch size counts as ours then."""
-        size = theirs.get("batch_size")
-        if not isinstance(size, int) or not isinstance(self._source, Items) or self._arranger is not None:
+        """Return how many batches of all ranks make one of theirs; their sizes count as ours then."""
+        sizes = theirs.get("batch_size"), theirs.get("world_size")
+        if not isinstance(self._source, Items) or self._arranger is not None:
             return 1
-        if size <= self.batch_size or size % self.batch_size:
+        if not all(isinstance(size, int) for size in sizes):
             return 1
-        theirs["batch_size"] = self.batch_size
-        return size // self.batch_size
+        block, rest = divmod(math.prod(sizes), self._sharing.block)  # type: ignore[arg-type]
+        if rest or not block:
+            return 1
+        theirs |= {"batch_size": self.batch_size, "world_size": self.world_size}
+        return block
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return what makes this loader another than others."""

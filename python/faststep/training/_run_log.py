@@ -89,6 +89,7 @@ class Log:
         trainer = self._trainer
         plan: dict[str, Any] = {"resumed": resumed, "epoch": trainer.loader.epoch + 1, "config": trainer.config}
         plan |= {"steps": trainer.steps, "epochs": trainer.epochs, "batches_per_epoch": length_of(trainer.loader)}
+        plan |= {"ranks": trainer.step.ranks.size} if trainer.step.ranks.size > 1 else {}
         plan |= {"accumulate": trainer.step.accumulate, "workers": getattr(trainer.loader, "workers", None)}
         loaders = {"train": trainer.loader, "validation": trainer.validation}
         data = dict(_summaries({name: getattr(each, "summary", None) for name, each in loaders.items()}))
