@@ -12,20 +12,22 @@ from pathlib import Path
 from support.places import TESTS
 
 
-def start(ranks: int, folder: Path, *arguments: str | Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start Python with these arguments as so many ranks of one ring; a ring of one is none."""
+def start(
+    ranks: int, folder: Path, *arguments: str | Path, program: str | Path = sys.executable
+) -> list[subprocess.Popen[str]]:
+    """Start a program, Python otherwise, with these arguments as so many ranks of one ring; a ring of one is none."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
     hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in held]
     for each in held:
         each.close()
     (folder / "hosts.json").write_text(json.dumps(hosts))
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "PYTHONPATH": path, **environment}
+    variables = {**os.environ, "PYTHONPATH": path}
     if ranks > 1:
         variables["MLX_HOSTFILE"] = str(folder / "hosts.json")
     return [
         subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+            [program, *map(str, arguments)],
             env={**variables, "MLX_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -50,8 +50,8 @@ class Program:
 
     def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Compare model, optimizer and options with those of the other ranks."""
-        if self.ranks.group is not None:
-            check_ranks(model, optimizer, self.options, self.ranks.group)
+        if self.ranks.size > 1:
+            check_ranks(model, optimizer, self.options, self.ranks)
         self.unchecked = False
 
     def call(

@@ -24,7 +24,8 @@ Group = mx.distributed.Group
 RankError = core.RankError
 _FREE = {"compile", "replay", "in_flight", "max_traces", "clear_cache_every"}  # each rank may have its own
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
-_KINDS = {"gradients": 1, "validation": 2, "checkpoint": 3}  # as the native step numbers them
+Kind = Literal["gradients", "validation", "checkpoint", "comparison"]
+_KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4}  # of the native step
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -53,7 +54,7 @@ class Ranks:
         self.group = None if group is None or group.size() == 1 else group
         self.rank, self.size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
 
-    def gather(self, value: Any, kind: Literal["gradients", "validation", "checkpoint"]) -> list[Any]:
+    def gather(self, value: Any, kind: Kind) -> list[Any]:
         """Return the values of all ranks, plain JSON values, in their order; to be called on all of them.
 
         Raises:
@@ -81,7 +82,7 @@ class Ranks:
             self._native.fail()
 
 
-def check_ranks(model: nn.Module, optimizer: Any, options: Options, group: Group) -> None:
+def check_ranks(model: nn.Module, optimizer: Any, options: Options, ranks: Ranks) -> None:
     """Compare model, optimizer and options with those of the other ranks; to be called on all of them.
 
     Raises:
@@ -90,11 +91,11 @@ def check_ranks(model: nn.Module, optimizer: Any, options: Options, group: Group
     """
     arrays = dict(_arrays(model, optimizer))
     parts = _parts(model, optimizer, options, arrays)
-    theirs = _gathered([zlib.crc32(part.text.encode()) for part in parts], group)
+    theirs = ranks.gather([zlib.crc32(part.text.encode()) for part in parts], "comparison")
     for index, part in enumerate(parts):
         if others := _others(theirs, index):
             raise _error(others, f"{part.name} differ from rank 0's; here they are {part.text}. {part.remedy}")
-    values = _gathered([_checksum(array) for array in arrays.values()], group)
+    values = ranks.gather([_checksum(array) for array in arrays.values()], "comparison")
     for index, name in enumerate(arrays):
         if others := _others(values, index):
             raise _error(
@@ -125,6 +126,7 @@ def mean_gradients(
     mean = mx.array(losses / total if total else float("nan"), loss.dtype)
     share = mine[0] * ranks.size / total if total else float("nan")
     gradients = nn.average_gradients(tree_map(lambda each: each * share, gradients), ranks.group)
+    mx.eval(gradients)  # all ranks in one order, whatever is read of them first
     return ((mean, *value[1:]) if isinstance(value, tuple) else mean), gradients
 
 

@@ -90,6 +90,7 @@ class Loader:
         batch_size: As given.
         workers: As given.
         prefetch: As given.
+        world_size: As given.
         on_wait: Called four times a second while a worker is waited for, with the seconds so far; None: nothing. It may
             raise `faststep.data.Interrupted`, which ends the loop at once, whatever the worker is doing.
     """

@@ -36,6 +36,9 @@ class Trainer(Loop):
     (with `weighted=True`: `(loss, weight, {...})`), and what `metrics` computes. They are averaged as the loss is,
     over the steps of an interval and over a validation, and stay on the device until they are logged.
 
+    **Ranks.** With a step that has a `group`, each rank makes a trainer, with a loader that is shared (`rank`,
+    `world_size`). Rank 0 has the run's folder, log and checkpoints; all of them end behind the same step.
+
     Example:
         >>> import tempfile
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, numpy as np

@@ -147,6 +147,8 @@ int faststep_is_transforming() noexcept;
 int faststep_array_is_zero(const void* array) noexcept;
 // The most ranks between which lazy arrays are exchanged on the way to these.
 int faststep_arrays_ranks(const void* const* arrays, size_t count) noexcept;
+// The group of all processes that were started together; an error where there is none.
+int faststep_group_init(void** group);
 // A group of mlx::core::distributed, from one that lies somewhere else; freed by faststep_group_free.
 void* faststep_group_new(const void* group) noexcept;
 void faststep_group_free(void* group) noexcept;

@@ -12,6 +12,10 @@ const mx::distributed::Group& group_at(const void* group) {
 
 } // namespace
 
+int faststep_group_init(void** group) {
+  return faststep::guarded([&] { *group = new mx::distributed::Group(mx::distributed::init(true)); });
+}
+
 void* faststep_group_new(const void* group) noexcept {
   return new mx::distributed::Group(group_at(group));
 }

@@ -78,7 +78,7 @@ mod trace;
 
 pub use engine::{Nonfinite, Options};
 pub use error::{Error, Result};
-pub use mlx::{kernels, openblas};
+pub use mlx::{group::Group, kernels, openblas};
 pub use module::{Loss, Stats, Step, StepOutput};
 pub use optim::{optimizer as optimizers, schedulers, LearningRate, Optimizer, Optimizers};
 pub use trace::TraceRecord;

@@ -295,7 +295,8 @@ impl Step {
         (stage.name(), entered, clock.operations(), clock.traces())
     }
 
-    /// Meet the other ranks of the group for something that is no update: 1 gradients, 2 a validation, 3 a checkpoint.
+    /// Meet the other ranks of the group for something that is no update: 1 gradients, 2 a validation, 3 a checkpoint, 4 a
+    /// comparison of them.
     fn meet(&self, py: Python<'_>, kind: u8) -> PyResult<()> {
         self.with_ranks((), |ranks, update| {
             ranks.meet(kind, update, &mut Waiting(py))

@@ -30,7 +30,13 @@ const JOINED_BYTES: usize = 32 << 20;
 /// The numbers of a row.
 const ROW: usize = 8;
 /// What ranks may meet for, by number: an update first.
-const KINDS: [&str; 4] = ["an update", "gradients", "a validation", "a checkpoint"];
+const KINDS: [&str; 5] = [
+    "an update",
+    "gradients",
+    "a validation",
+    "a checkpoint",
+    "a comparison of all ranks",
+];
 /// Hashes and counts within a row are whole numbers below this, which float32 has exactly.
 const EXACT: u64 = 1 << 24;
 

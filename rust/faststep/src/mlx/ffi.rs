@@ -169,6 +169,7 @@ extern "C" {
     pub(crate) fn faststep_is_transforming() -> c_int;
     pub(crate) fn faststep_array_is_zero(array: Handle) -> c_int;
     pub(crate) fn faststep_arrays_ranks(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_group_init(group: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_group_new(group: *const c_void) -> *mut c_void;
     pub(crate) fn faststep_group_free(group: *mut c_void);
     pub(crate) fn faststep_group_rank(group: *const c_void) -> c_int;

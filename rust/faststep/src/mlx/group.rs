@@ -9,8 +9,8 @@ use std::{ffi::c_void, ptr};
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_group_free, faststep_group_new, faststep_group_rank, faststep_group_size,
-    faststep_group_sum, handle, owned,
+    check, faststep_group_free, faststep_group_init, faststep_group_new, faststep_group_rank,
+    faststep_group_size, faststep_group_sum, handle, owned,
 };
 
 /// A group of ranks.
@@ -18,6 +18,17 @@ use super::ffi::{
 pub struct Group(*mut c_void);
 
 impl Group {
+    /// The group of all processes that were started together, as `mlx.launch` starts them.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn init() -> Result<Self> {
+        let mut group = ptr::null_mut();
+        // SAFETY: the pointer is written where there was no error.
+        check(unsafe { faststep_group_init(&raw mut group) })?;
+        Ok(Self(group))
+    }
+
     /// Another handle to a group.
     ///
     /// # Safety

@@ -12,8 +12,11 @@ use crate::{
 /// Outputs of one step. The arrays are lazy: reading one waits for that step.
 #[derive(Clone, Debug)]
 pub struct StepOutput {
-    /// The loss, a scalar in the dtype in which the loss function returned it.
+    /// The loss, a scalar in the dtype in which the loss function returned it; with a group, where there was an update, the mean over
+    /// its window and all ranks, float32.
     pub loss: Array,
+    /// The loss of this rank's batch.
+    pub local_loss: Array,
     /// The other arrays that the loss function returned.
     pub aux: Vec<Array>,
     /// The global norm of the gradients before clipping, a float32 scalar; of a window's average where one was filled.
@@ -37,8 +40,11 @@ enum Update {
 
 impl StepOutput {
     pub(super) fn new(batch: &Outputs, update: Option<&Outputs>) -> Result<Self> {
+        let local_loss = batch.loss.clone().ok_or_else(Error::no_loss)?;
+        let mean = update.and_then(|update| update.loss.clone());
         Ok(Self {
-            loss: batch.loss.clone().ok_or_else(Error::no_loss)?,
+            loss: mean.unwrap_or_else(|| local_loss.clone()),
+            local_loss,
             aux: batch.aux.clone(),
             grad_norm: update.and_then(|update| update.norm.clone()),
             skipped: batch.skipped.clone(),

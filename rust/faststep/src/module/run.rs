@@ -9,7 +9,7 @@ use super::{
     step::Step,
 };
 use crate::{
-    engine::{Call, Output},
+    engine::{Call, Output, Ranks},
     error::{Error, Result},
     mlx::array,
     trace::{Compiled, Key, Part, Rule, Task, Trace},
@@ -26,7 +26,11 @@ impl<M: ModuleParameters + 'static> Step<M> {
         eval(files).map_err(Error::FirstEvaluation)?;
         self.engine.need(self.options.needs(task.accumulates()))?;
         self.find(batch, task);
+        let rounds = self.ranks.as_ref().map_or(0, Ranks::rounds);
         let outcome = self.attempt(batch, task);
+        if outcome.is_err() && task != Task::Gradients {
+            self.tell_ranks(rounds);
+        }
         let output = match (outcome, self.host.stop.take()) {
             (Ok(output), _) => output,
             (Err(error), stop) => {
@@ -92,6 +96,17 @@ impl<M: ModuleParameters + 'static> Step<M> {
             rest,
         };
         let traces = self.traces.of(task).ok_or_else(Error::no_loss)?;
-        self.engine.call(task, traces, call, &name, &mut (), None)
+        let update = self.updates + 1;
+        let ranks = self.ranks.as_mut().map(|ranks| (ranks, update));
+        self.engine.call(task, traces, call, &name, &mut (), ranks)
+    }
+
+    // the others hear of an error in their next round, unless they have
+    fn tell_ranks(&mut self, rounds: usize) {
+        let update = self.updates + 1;
+        if let Some(ranks) = self.ranks.as_mut().filter(|it| it.rounds() == rounds) {
+            self.engine.drop_window();
+            drop(ranks.fail(update, &mut ())); // the error of this rank is the one to return
+        }
     }
 }

@@ -16,10 +16,10 @@ use super::{
     slots::{ModuleArrays, Slots},
 };
 use crate::{
-    engine::{nonfinite::is_true, Engine, Flags, Options},
+    engine::{nonfinite::is_true, Engine, Flags, Options, Ranks},
     error::{Error, Result},
     layout::NamedAuxState,
-    mlx::{kernels, memory, openblas, random},
+    mlx::{group::Group, kernels, memory, openblas, random},
     optim::{LearningRate, Optimizers, Rules},
     trace::{Key, Outputs, Task, TraceCache},
 };
@@ -80,6 +80,7 @@ pub struct Step<M> {
     pub(super) rules: Rc<Rules>,
     pub(super) optimizers: Optimizers,
     pub(super) options: Options,
+    pub(super) ranks: Option<Ranks>,
     pub(super) others: Vec<Array>,
     pub(super) key: Array,
     pub(super) shown: Cell<Shown>,
@@ -133,6 +134,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
             rules: Rc::new(rules),
             optimizers,
             options,
+            ranks: None,
             others: arrays.others,
             key: random::current()?,
             shown: Cell::new(Shown::Read),
@@ -147,19 +149,37 @@ impl<M: ModuleParameters + 'static> Step<M> {
         })
     }
 
+    /// The same step as one of several processes: before each update the gradients are averaged over the ranks of a group, each
+    /// of which has batches of its own. Make the same module on all of them, and take as many batches.
+    ///
+    /// [`StepOutput::loss`] is the mean over the window and all ranks then. [`Step::gradients`] stays that of this rank.
+    #[must_use]
+    pub fn with_group(mut self, group: Group) -> Self {
+        if group.size() > 1 {
+            self.ranks = Some(Ranks::new(group));
+            self.options.reduced = true;
+        }
+        self
+    }
+
     /// One step: the loss of `batch`, its gradients, clipping, the update, and the evaluation of all that has changed.
     ///
     /// With [`Options::accumulate`] above 1 the gradients are added to a window, and the update follows when it is full.
     ///
     /// # Errors
     /// [`Error::Trace`], [`Error::Untraceable`], [`Error::FirstEvaluation`], [`Error::Beside`] and [`Error::Nonfinite`] leave module,
-    /// optimizer and random state as they were; [`Error::Device`] says that they are lost.
+    /// optimizer and random state as they were; [`Error::Device`] says that they are lost. [`Error::Ranks`]: another rank of the group
+    /// has failed, is gone or does not agree; nothing was updated.
     ///
     /// # Panics
     /// When the loss function panics; everything is then as it was.
     pub fn step(&mut self, batch: &[Array]) -> Result<StepOutput> {
         self.take_in()?;
-        let task = Task::of(self.options.accumulate, self.engine.batches(), false);
+        let task = Task::of(
+            self.options.accumulate,
+            self.engine.batches(),
+            self.options.reduced,
+        );
         let output = self.run(batch, task)?;
         self.steps += 1;
         self.clear_cache();
@@ -184,18 +204,19 @@ impl<M: ModuleParameters + 'static> Step<M> {
         Ok((outputs.loss.ok_or_else(Error::no_loss)?, gradients))
     }
 
-    /// Apply a window that is not full, averaged by what is in it; true if there was one.
+    /// Apply a window that is not full, averaged by what is in it; true if there was one. With a group on all ranks: one without
+    /// a window adds nothing.
     ///
     /// # Errors
     /// As [`Step::step`].
     pub fn flush(&mut self) -> Result<bool> {
         self.take_in()?;
-        if self.engine.batches() == 0 {
+        if self.ranks.is_none() && self.engine.batches() == 0 {
             return Ok(false);
         }
         let output = self.run(&[], Task::Flush)?;
         self.count_update(&output.batch)?;
-        Ok(true)
+        Ok(self.ranks.as_ref().is_none_or(|it| it.weight() != 0.0))
     }
 
     /// Wait for all work in flight.
