@@ -19,9 +19,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_two_processes_train_as_one(rust_example: RustExample, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(rust_example: RustExample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = rust_example("ranks")
-    environment = {name: value for name, value in os.environ.items() if name != "MLX_RANK"} | {"RANKS": "2"}
+    for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, str(Path(mx.__file__).parent / "lib"))
+    environment = {**os.environ, "RANKS": "2"}
     alone = subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout
     children = start(2, tmp_path, program=program)
     said = ended(children)

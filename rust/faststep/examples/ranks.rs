@@ -55,6 +55,7 @@ fn main() -> Result<(), Error> {
         }
     }
     let model = step.into_model()?;
-    println!("{:?}", model.weight.reshape(&[-1])?.to_vec_exact::<f32>());
+    let weights = model.weight.reshape(&[-1])?;
+    println!("{:?}", weights.to_vec_exact::<f32>().unwrap_or_default());
     Ok(())
 }
