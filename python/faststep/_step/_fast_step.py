@@ -196,18 +196,16 @@ def fast_step(
     _, _, program, own = known
     if program.options.max_grad_norm != max_grad_norm:
         program.clip_to(max_grad_norm)
-    call = program.call(model, optimizer if own is None else own, loss_fn, batch, named)
+    optimizer = optimizer if own is None else own
+    call = program.call(model, optimizer, loss_fn, batch, named)
     if program.unchecked:
-        program.check_ranks(model, optimizer if own is None else own)
-    value: T
+        program.check_ranks(model, optimizer)
     try:
         value, *_, mean = program.core.step(call, accumulate)
     except TypeError:
         explain(loss_fn, model, batch, named)
         raise
-    if mean is None:
-        return value
-    return cast(T, (mean, *value[1:]) if isinstance(value, tuple) else mean)
+    return cast(T, value if mean is None else (mean, *value[1:]) if isinstance(value, tuple) else mean)
 
 
 def _keep(

@@ -8,7 +8,8 @@
 //! and the batch, tries out what has never been evaluated, waits until there is memory (`evaluate`), lets go of the old
 //! arrays, hands the graph to MLX and takes up the new ones (`state`). `sample` and `meter` look at what some updates did,
 //! `nonfinite` at batches that are no numbers; `stage` tells other threads what a call is doing, `profile` measures its
-//! operations. `replay` launches a step again that has been captured; `ranks` sums gradients over other processes.
+//! operations. `replay` launches a step again that has been captured; `reduce` sums gradients over other
+//! processes, the `ranks`.
 mod aux_state;
 #[allow(clippy::module_inception)] // the concept that the room is named after
 mod engine;
@@ -19,6 +20,7 @@ pub mod nonfinite;
 mod plan;
 mod profile;
 mod ranks;
+mod reduce;
 mod replay;
 mod run;
 mod sample;

@@ -1,8 +1,8 @@
 //! The other ranks of a step: rounds, one for each update, in which the gradients of a window are summed over all of them.
 //!
 //! A round begins with a row of numbers for each rank, which all get: a rank that has failed, is at another update or trains
-//! something else is an error on all of them, before anything else is exchanged. Then the buffers are summed, one after
-//! another in the order of the layout. The ranks may trace, capture and evaluate differently: a round is outside of all that.
+//! something else is an error on all of them, before anything else is exchanged. Then `reduce` sums the buffers, one after another in the
+//! order of the layout. The ranks may trace, capture and evaluate differently: a round is outside of all that.
 use std::{
     fmt::Write,
     hash::{DefaultHasher, Hash, Hasher},
@@ -12,21 +12,18 @@ use std::{
 
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
-    ops,
-    transforms::{async_eval, eval},
+    transforms::eval,
     Array,
 };
 
-use super::{evaluate::evaluate, Engine, Owner, Stage};
+use super::Owner;
 use crate::{
     error::{unread, Error, Result},
-    layout::{aux_state::CLOSED, Layout},
-    mlx::{array, group::Group},
+    layout::Layout,
+    mlx::group::Group,
     trace::Options,
 };
 
-/// Buffers of one dtype are summed together until they have so many bytes: that of `nn.average_gradients`.
-const JOINED_BYTES: usize = 32 << 20;
 /// The numbers of a row.
 const ROW: usize = 8;
 /// What ranks may meet for, by number: an update first.
@@ -42,13 +39,13 @@ const EXACT: u64 = 1 << 24;
 
 /// The numbers of one rank in a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Row {
-    weight: f32, // of its window
-    losses: f32, // the sum of the losses, each times its weight
-    failed: f32, // 1 if it has failed
+pub(super) struct Row {
+    pub weight: f32, // of its window
+    pub losses: f32, // the sum of the losses, each times its weight
+    failed: f32,     // 1 if it has failed
     update: f32,
-    layout: f32,
-    options: f32,
+    pub layout: f32,
+    pub options: f32,
     kind: f32, // of `KINDS`
     wish: f32,
 }
@@ -91,7 +88,7 @@ pub struct Ranks {
     group: Group,
     layout: Option<(Rc<Layout>, f32)>,
     rounds: usize,
-    weight: f32,
+    pub(super) weight: f32,
     wish: u8,
     wished: u8,
     told: bool, // the last round has failed: nobody waits for this rank
@@ -111,7 +108,7 @@ fn hash(text: &str) -> f32 {
 }
 
 // what all ranks must have alike, for the same arithmetic and the same decisions
-fn options_hash(options: &Options) -> f32 {
+pub(super) fn options_hash(options: &Options) -> f32 {
     hash(&format!(
         "{:?}",
         (
@@ -206,7 +203,7 @@ impl Ranks {
         self.round(row, update, owner).map(drop)
     }
 
-    fn row(&self, update: usize) -> Row {
+    pub(super) fn row(&self, update: usize) -> Row {
         Row {
             update: exact(update as u64),
             wish: f32::from(self.wish),
@@ -215,7 +212,12 @@ impl Ranks {
     }
 
     // the rows of all ranks, which agree
-    fn round(&mut self, row: Row, update: usize, owner: &mut dyn Owner) -> Result<Vec<Row>> {
+    pub(super) fn round(
+        &mut self,
+        row: Row,
+        update: usize,
+        owner: &mut dyn Owner,
+    ) -> Result<Vec<Row>> {
         self.told = true;
         let rows = self.exchange(row, update, owner)?;
         agree(&rows, update)?;
@@ -270,25 +272,27 @@ impl Ranks {
         }
     }
 
-    // the sums of arrays over all ranks, in their order
-    fn sum(
+    // the result of `work`, which sums arrays of so many bytes over the group
+    pub(super) fn sum<T>(
         &mut self,
-        arrays: Vec<Array>,
-        update: usize,
+        (bytes, update): (usize, usize),
         owner: &mut dyn Owner,
-    ) -> Result<Vec<Array>> {
+        work: impl FnOnce(&Group) -> MlxResult<T>,
+    ) -> Result<T> {
         let started = Instant::now();
-        self.bytes += arrays.iter().map(Array::nbytes).sum::<usize>();
-        let mut arrays = Some(arrays);
-        let mut sums = Ok(Vec::new());
+        self.bytes += bytes;
+        let mut work = Some(work);
+        let mut sums = Err(Exception::custom("nothing was summed"));
         owner.unlocked(&mut || {
-            sums = summed(&self.group, arrays.take().unwrap_or_default());
+            if let Some(work) = work.take() {
+                sums = work(&self.group);
+            }
         });
         self.seconds += started.elapsed().as_secs_f64();
         sums.map_err(|error| self.lost(update, &error))
     }
 
-    fn layout_hash(&mut self, layout: &Rc<Layout>) -> f32 {
+    pub(super) fn layout_hash(&mut self, layout: &Rc<Layout>) -> f32 {
         match &self.layout {
             Some((known, hash)) if Rc::ptr_eq(known, layout) => *hash,
             _ => {
@@ -384,124 +388,4 @@ fn named(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let word = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{word} {}", names.join(", "))
-}
-
-// each list is handed over before the next one is made: the order is the same on all ranks
-fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
-    let (mut joined, mut lists, mut bytes) = (Vec::new(), Vec::<Vec<Array>>::new(), 0);
-    for array in arrays {
-        let goes_on = lists
-            .last()
-            .is_some_and(|list| list[0].dtype() == array.dtype() && bytes < JOINED_BYTES);
-        bytes = if goes_on { bytes } else { 0 } + array.nbytes();
-        match lists.last_mut() {
-            Some(list) if goes_on => list.push(array),
-            _ => lists.push(vec![array]),
-        }
-    }
-    let mut sums = Vec::new();
-    for list in lists {
-        let shapes: Vec<Vec<i32>> = list.iter().map(|array| array.shape().to_vec()).collect();
-        let flat = match <[Array; 1]>::try_from(list) {
-            Ok([only]) => only,
-            Err(list) => {
-                let flat = list.iter().map(|array| array.reshape(&[-1]));
-                ops::concatenate(&flat.collect::<MlxResult<Vec<_>>>()?, 0)?
-            }
-        };
-        let sum = group.sum(&flat)?;
-        drop(flat);
-        async_eval([&sum])?;
-        joined.push((sum, shapes));
-    }
-    eval(joined.iter().map(|(sum, _)| sum))?;
-    for (sum, shapes) in joined {
-        if let [_] = shapes[..] {
-            sums.push(sum);
-            continue;
-        }
-        let mut offset = 0;
-        for shape in shapes {
-            let size: i32 = shape.iter().product();
-            sums.push(array::view(&sum, &shape, offset)?);
-            offset += usize::try_from(size).unwrap_or(0);
-        }
-    }
-    Ok(sums)
-}
-
-impl Engine {
-    /// Forget the window that is open, as after a round that has failed.
-    pub fn drop_window(&mut self) {
-        self.window = None;
-        if let Some(total) = self.places.total(&self.layout) {
-            self.state[total] = Array::from_f32(CLOSED);
-        }
-    }
-
-    /// Sum the window over all ranks; one that has none adds nothing. The update by it may follow.
-    pub(super) fn reduce(
-        &mut self,
-        (ranks, update): Round<'_>,
-        options: &Options,
-        owner: &mut dyn Owner,
-    ) -> Result<()> {
-        let summed = self.exchange(ranks, update, options, owner);
-        if summed.is_err() {
-            self.drop_window();
-        }
-        summed
-    }
-
-    fn exchange(
-        &mut self,
-        ranks: &mut Ranks,
-        update: usize,
-        options: &Options,
-        owner: &mut dyn Owner,
-    ) -> Result<()> {
-        let missing = || {
-            Error::Mlx(Exception::custom(
-                "a step without a window cannot be summed",
-            ))
-        };
-        let first = self.places.window.ok_or_else(missing)?;
-        let losses = self.places.losses.ok_or_else(missing)?;
-        let total = first + self.layout.len();
-        let mut row = Row {
-            layout: ranks.layout_hash(&self.layout),
-            options: options_hash(options),
-            ..ranks.row(update)
-        };
-        if self.window.is_some() {
-            let window = self.state[first..=total].iter();
-            let window = window.chain([&self.state[losses]]);
-            if let Err(error) = evaluate(window, owner) {
-                return Err(self.lost(error, owner));
-            }
-            row.weight = self.state[total].try_item_exact().map_err(unread)?;
-            row.losses = self.state[losses].try_item_exact().map_err(unread)?;
-        }
-        self.clock.enter(Stage::Collective);
-        let rows = ranks.round(row, update, owner)?;
-        ranks.weight = rows.iter().map(|row| row.weight).sum();
-        if ranks.weight != 0.0 && !ranks.weight.is_nan() {
-            let sums = &self.state[first..total];
-            let none = sums
-                .iter()
-                .map(|sum| ops::zeros_dtype(sum.shape(), sum.dtype()));
-            let none = none.collect::<MlxResult<Vec<_>>>()?;
-            let arrays = if self.window.is_some() {
-                self.state.splice(first..total, none).collect() // MLX may sum in their memory
-            } else {
-                none
-            };
-            let sums = ranks.sum(arrays, update, owner)?;
-            self.state.splice(first..total, sums);
-        }
-        let sum = rows.iter().map(|row| row.losses).sum();
-        self.state[total] = Array::from_f32(ranks.weight);
-        self.state[losses] = Array::from_f32(sum);
-        Ok(())
-    }
 }

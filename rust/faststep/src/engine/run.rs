@@ -82,14 +82,8 @@ impl Engine {
         let adds = trace.recipe.part == Part::Batch;
         let mut batch = self.run(trace, call, owner)?;
         self.note(&batch);
-        let waiting = Instant::now();
-        let refused = if options.raises() {
-            nonfinite::check(name, &self.layout, options.guard(), &batch, owner).err()
-        } else {
-            None
-        };
+        let refused = self.refusal(&options, name, &batch, owner);
         let approved = refused.is_none();
-        self.seconds.wait += waiting.elapsed().as_secs_f64();
         self.averages |= approved && options.ema_decay.is_some();
         let window = self.window;
         if adds && approved {
@@ -123,6 +117,23 @@ impl Engine {
             update,
             seconds: self.seconds,
         })
+    }
+
+    // why a batch is refused where one that is no number raises
+    fn refusal(
+        &mut self,
+        options: &Options,
+        name: &dyn Fn(usize) -> String,
+        batch: &Outputs,
+        owner: &mut dyn Owner,
+    ) -> Option<Error> {
+        if !options.raises() {
+            return None;
+        }
+        let waiting = Instant::now();
+        let checked = nonfinite::check(name, &self.layout, options.guard(), batch, owner);
+        self.seconds.wait += waiting.elapsed().as_secs_f64();
+        checked.err()
     }
 
     // updates by a window that is not full
