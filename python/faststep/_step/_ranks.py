@@ -25,12 +25,7 @@ RankError = core.RankError
 _FREE = {"compile", "replay", "in_flight", "max_traces", "clear_cache_every"}  # each rank may have its own
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
 Kind = Literal["gradients", "validation", "checkpoint", "comparison"]
-_KINDS: dict[Kind, int] = {
-    "gradients": 1,
-    "validation": 2,
-    "checkpoint": 3,
-    "comparison": 4,
-}  # as the native step numbers them
+_KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4}  # for `Step.meet`
 _PLAIN = (bool, int, float, str, type(None))
 
 
