@@ -12,6 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from faststep import Step, fast_step
+from mlx.utils import tree_flatten
 from support.helpers import Row
 from support.models import cross_entropy
 
@@ -80,7 +81,7 @@ def linear(**options: Any) -> Step:
 
 def test_batches_that_are_all_skipped_are_told_once() -> None:
     first, message = told(linear(), [(SPOILT,)], 600)
-    assert "the batch of step 1 was skipped, and trains nothing: its loss is NaN" in first
+    assert "the batch of step 1 was skipped, and trains nothing: its loss is NaN, and argument x has" in first
     assert "were all skipped" in message
     assert "model's arrays are finite" in message
 
@@ -90,10 +91,86 @@ def test_the_first_batch_that_is_skipped_is_told_at_once() -> None:
     (message,) = told(step, [(ONES,), (ONES,), (SPOILT,)], 12)
     assert "the batch of step 3 was skipped" in message
     assert [f"faststep: {each}" for each in step.stats.warnings] == [message]
-    (message,) = told(linear(max_loss=1e3), [(ONES,), (1e3 * ONES,)], 600)
-    assert "the batch of step 2 was skipped, and trains nothing: its loss is " in message
-    assert "a gradient is not finite, or the loss is above max_loss" in message
+    assert "its loss is NaN, and argument x has NaN or infinite values" in message
     assert told(linear(), [(ONES,)], 600) == []
+
+
+class Root(nn.Module):
+    """A layer whose gauge has an infinite gradient where it is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gauge = nn.Linear(8, 4), mx.zeros((4,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.layer(x) * mx.sqrt(mx.abs(self.gauge))
+
+
+NAMED = "and the gradient of model.gauge is not: look for a square root"
+SKIPPED: dict[str, Any] = {
+    "a gradient": (squares, {}, NAMED),
+    "in half precision": (squares, {"compute_dtype": mx.bfloat16}, NAMED),
+    "in a window": (squares, {"accumulate": 3}, NAMED),
+    "uncompiled": (squares, {"compile": False}, "and a gradient is not finite"),
+    "the loss": (lambda model, x: 0 * mx.log(0 * x).sum() + model.layer(x).sum(), {}, "finite: look for log(0)"),
+    "a large loss": (lambda model, x: model.layer(1e3 * x).square().mean(), {"max_loss": 9.0}, ", above max_loss"),
+    "a large norm": (lambda model, x: 1e25 * model.layer(x).mean(), {}, "the norm of its gradients overflows float32"),
+}
+
+
+@pytest.mark.parametrize("case", SKIPPED)
+def test_what_was_not_finite_is_named(case: str) -> None:
+    loss, options, text = SKIPPED[case]
+    (message,) = told(Step(Root(), optim.SGD(1e-3), loss, **options), [(ONES,)], 9)
+    assert "the batch of step 1 was skipped" in message
+    assert text in message
+
+
+def test_float16_that_overflows_at_first_is_no_warning() -> None:
+    step = linear(compute_dtype=mx.float16)
+    step.loss_fn = lambda model, x: 1e3 * squares(model, x)
+    assert told(step, [(ONES,)], 30) == []
+    assert 0 < step.stats.skipped < 20
+
+
+def classes(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(x), y, reduction="mean")
+
+
+def masked(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    mask = y >= 0
+    return (nn.losses.cross_entropy(model(x), mx.where(mask, y, 0)) * mask).mean()
+
+
+def rows(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    return mx.square(model.layers[0].weight[y[:, 1:]]).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "text"),
+    [
+        (classes, [0, 1, 2, 4], "argument y has labels from 0 to 4, and there are 4 classes"),
+        (classes, [0, 1, -100, 2], "argument y has labels from -100 to 2, and there are 4 classes"),
+        (rows, [[9, 0, 8]], "argument y asks for rows 0 to 8, and there are 8"),
+    ],
+)
+def test_numbers_out_of_range_are_told_before_they_are_used(loss: Any, labels: list[Any], text: str) -> None:
+    step = linear()
+    step.loss_fn = loss
+    before = dict(tree_flatten(step.model.parameters()))
+    with pytest.raises(RuntimeWarning, match=text):  # warnings are errors here: nothing is read or written
+        step(ONES, mx.array(labels))
+    assert all(mx.array_equal(each, before[name]) for name, each in tree_flatten(step.model.parameters()))
+    assert text in step.stats.warnings[0]
+
+
+def test_numbers_out_of_range_of_a_later_batch_are_told() -> None:
+    step, good = linear(), (ONES, mx.array([0, 1, 2, 3]))
+    step.loss_fn = classes
+    (message,) = told(step, [good, (ONES, mx.array([0, 1, -1, 3])), good], 9)  # -1 is the last class to MLX
+    assert "argument y of step 2 has labels from -1 to 3, and there are 4 classes" in message
+    step.loss_fn = masked
+    assert told(step, [good, (ONES, mx.array([0, 1, -100, 3]))], 9) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "allow"}, {"nonfinite": "allow", "max_grad_norm": 1.0}])

@@ -258,7 +258,8 @@ int faststep_call_graph_follow(
     void* graph, const void* const* tracers, size_t n_tracers, const void* const* roots, size_t n_roots);
 // Compare with the graph of a call that is not kept; somebody may hold arrays of it.
 int faststep_call_graph_equals(void* graph, const void* other);
-// The number of roots (0), of arrays that somebody holds (1), of gradients (2), of inputs (3); whether Python makes gradients (4).
+// The number of roots (0), of arrays that somebody holds (1), of gradients (2), of inputs (3); whether Python makes gradients (4); the
+// number of picks (5).
 size_t faststep_call_graph_count(const void* graph, int of) noexcept;
 // The inputs of the call that was compared last.
 int faststep_call_graph_inputs(void* graph, void** inputs);
@@ -267,6 +268,13 @@ int faststep_call_graph_held(void* graph, void** held);
 // Roots, arrays that somebody holds, and gradients, over other arrays.
 int faststep_call_graph_replay(
     const void* graph, const void* const* traced, size_t n_traced, const void* const* inputs, size_t n_inputs, void** outputs);
+// Find where whole numbers of the batch, so many tracers from this one on, pick from an axis: labels of a cross entropy, rows of an
+// embedding. To be called once.
+int faststep_call_graph_find_picks(void* graph, size_t first, size_t count);
+// The tracer of a pick, the length of the axis, and whether numbers below zero count from its end.
+void faststep_call_graph_pick(const void* graph, size_t which, size_t* tracer, int64_t* length, int* from_end) noexcept;
+// The least and the greatest number of each pick, int64 scalars, over these arrays of the batch, the first of which is that tracer.
+int faststep_call_graph_extremes(const void* graph, const void* const* batch, size_t first, void** extremes);
 // Let an array that is yet to be computed go of what it would be computed from.
 void faststep_array_detach(const void* array) noexcept;
 // Give such an array a value, which all who hold it see.

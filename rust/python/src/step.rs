@@ -10,14 +10,16 @@
 //! 5. A loss whose graph cannot be had is evaluated by itself at each step, as the plain loop does, with the reason.
 //!
 //! The way of a batch: `call` takes over the user's changes and returns the outputs, `left_out` says whether the loss is called,
-//! `choose` picks the traces from `traces`, `run` has the engine run them. `arguments` and `options` are converted, `alarms` and
-//! `kept_losses` warn, `measure` and `memory_plan` are the other questions to a step. Uses `watch`, `host`, `store`, `optimizer`,
+//! `choose` picks the traces from `traces`, `run` has the engine run them. `arguments` and `options` are converted, `alarms`, `first_skipped`,
+//! `indices` and `kept_losses` warn, `measure` and `memory_plan` are the other questions to a step. Uses `watch`, `host`, `store`, `optimizer`,
 //! `tree` and `mlx`.
 mod alarms;
 mod arguments;
 mod call;
 mod choose;
+mod first_skipped;
 mod flags;
+mod indices;
 mod kept_losses;
 mod left_out;
 mod measure;

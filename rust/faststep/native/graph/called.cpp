@@ -2,7 +2,8 @@
 // again over other arrays.
 //
 //   Walk       the arrays of a graph in MLX's own order, with the references to each that the graph has; owns nothing
-//   CallGraph  the operations of a graph on numbered arrays, and behind them those of its gradients
+//   CallGraph  the operations of a graph on numbered arrays, and behind them those of its gradients; and those that pick from an axis
+//              by whole numbers of the batch, which MLX does not check
 //
 // An array has more handles than the graph where somebody holds it. Such arrays are outputs of the graph beside its roots.
 #include <algorithm>
@@ -218,6 +219,9 @@ thread_local Numbers Walk::numbers_;
 
 namespace {
 
+// The most operations from the batch to the whole numbers of a pick, and the most picks of a graph.
+constexpr size_t most_before_a_pick = 16, most_picks = 8;
+
 // Numbers of handles that the caller has: one of each tracer and of each root. Results are outputs in any case,
 // and have none here.
 std::vector<uint32_t> owned_in(const Walk& walk) {
@@ -266,6 +270,14 @@ std::vector<bool> depends_in(const Walk& walk) {
 
 class CallGraph {
  public:
+  // Labels of a cross entropy, or rows of an embedding.
+  struct Pick {
+    Number numbers, tracer; // the array that picks, and the first array of the batch that it is computed from
+    int64_t length; // of the axis
+    bool from_end; // numbers below zero count from the end
+    std::vector<size_t> steps; // from the batch to that array
+  };
+
   // Of a call, up to its roots: before it is differentiated, which takes handles of its arrays.
   CallGraph(const Walk& walk)
       : traced_(walk.traced), arrays_(walk.arrays.size()), forward_(walk.steps.size()), edges_(walk.edges),
@@ -335,6 +347,65 @@ class CallGraph {
     held_arrays_ = at(held_);
     inputs_are({}, [&](Number number) { return &call_[number]; });
     call_.clear();
+  }
+
+  // Find the picks by arrays of the batch: so many tracers from this one on.
+  void find_picks(Number first, Number count) {
+    constexpr Number fixed = none - 1; // computed from constants alone
+    std::vector<Number> from(arrays_, none);
+    std::vector<size_t> made_by(arrays_, steps_.size());
+    for (Number i = first; i < first + count; ++i) {
+      from[i] = mx::issubdtype(dtypes_[i], mx::inexact) ? none : i;
+    }
+    size_t leaf = 0;
+    for (size_t i = 0; i < forward_ && picks_.size() < most_picks; ++i) {
+      const auto& step = steps_[i];
+      made_by[step.first] = i;
+      if (step.primitive == nullptr) {
+        from[step.first] = leaves_[leaf++].is_constant ? fixed : none;
+        continue;
+      }
+      add_pick(step, from, made_by);
+      Number all = fixed;
+      for (uint32_t at = step.edge; at < step.edge + step.edges; ++at) {
+        Number of = from[edges_[at]];
+        all = of == none || all == none ? none : std::min(all, of);
+      }
+      from[step.first] = step.outputs == 1 && !called::is_custom(*step.primitive) ? all : none;
+    }
+  }
+
+  const std::vector<Pick>& picks() const {
+    return picks_;
+  }
+
+  // The least and the greatest number of each pick, int64 scalars, over other arrays in the places of the batch's. Those of a pick whose
+  // constants have become inputs are of no number: 0.
+  Arrays extremes(const void* const* batch, Number first) const {
+    Arrays found;
+    for (const auto& pick : picks_) {
+      std::unordered_map<Number, mx::array> made;
+      auto array_at = [&](Number number) { return made.contains(number) ? made.at(number) : faststep::at(batch[number - first]); };
+      bool known = true;
+      for (auto i : pick.steps) {
+        const auto& step = steps_[i];
+        if (step.primitive == nullptr) {
+          const auto& leaf = leaf_at(step.first);
+          known &= leaf.is_constant;
+          made.emplace(step.first, leaf.array);
+          continue;
+        }
+        Arrays in;
+        for (uint32_t at = step.edge; at < step.edge + step.edges; ++at) {
+          in.push_back(array_at(edges_[at]));
+        }
+        made.emplace(step.first, mx::array(shapes_[step.first], dtypes_[step.first], step.primitive, std::move(in)));
+      }
+      auto numbers = known ? mx::astype(array_at(pick.numbers), mx::int64) : mx::array(int64_t{0}, mx::int64);
+      found.push_back(mx::min(numbers));
+      found.push_back(mx::max(numbers));
+    }
+    return found;
   }
 
   // Compare without a table of ids, twice as fast, a graph of which nobody holds anything but the roots: follow the
@@ -547,6 +618,51 @@ class CallGraph {
     custom_ |= forward && called::is_custom(array.primitive());
   }
 
+  const Leaf& leaf_at(Number number) const {
+    return *std::find_if(leaves_.begin(), leaves_.end(), [&](const auto& leaf) { return leaf.number == number; });
+  }
+
+  // Add the picks of an operation. `from`: of each array the array of the batch that it is computed from, if from the batch alone.
+  void add_pick(const Step& step, const std::vector<Number>& from, const std::vector<size_t>& made_by) {
+    std::string_view name = step.primitive->name();
+    const auto* inputs = edges_.data() + step.edge;
+    auto add = [&](Number numbers, int axis, int size, bool from_end) {
+      auto steps = steps_before(numbers, made_by);
+      const auto& shape = shapes_[numbers];
+      bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+      if (from[numbers] < traced_ && !empty && steps.size() <= most_before_a_pick) {
+        picks_.push_back({numbers, from[numbers], shapes_[inputs[0]][axis] - size + 1, from_end, std::move(steps)});
+      }
+    };
+    if (name == "GatherAxis") {
+      int axis = static_cast<const mx::GatherAxis&>(*step.primitive).state();
+      add(inputs[1], axis, 1, shapes_[inputs[1]][axis] != 1);
+    } else if (name == "Gather") {
+      auto [axes, sizes] = static_cast<const mx::Gather&>(*step.primitive).state();
+      for (size_t i = 0; i < axes.size(); ++i) {
+        add(inputs[1 + i], axes[i], sizes[axes[i]], true);
+      }
+    } else if (name == "CrossEntropy") {
+      add(inputs[1], static_cast<int>(shapes_[inputs[0]].size()) - 1, 1, false);
+    }
+  }
+
+  // The operations from which an array is computed, in order.
+  std::vector<size_t> steps_before(Number number, const std::vector<size_t>& made_by) const {
+    std::vector<size_t> steps;
+    std::vector<Number> stack{number};
+    while (!stack.empty() && steps.size() <= most_before_a_pick) {
+      size_t i = made_by[stack.back()];
+      stack.pop_back();
+      if (i < steps_.size() && std::find(steps.begin(), steps.end(), i) == steps.end()) {
+        steps.push_back(i);
+        stack.insert(stack.end(), edges_.begin() + steps_[i].edge, edges_.begin() + steps_[i].edge + steps_[i].edges);
+      }
+    }
+    std::sort(steps.begin(), steps.end());
+    return steps;
+  }
+
   Arrays at(const std::vector<Number>& numbers) const {
     Arrays found;
     for (auto number : numbers) {
@@ -596,6 +712,7 @@ class CallGraph {
   std::vector<mx::Dtype> dtypes_;
   std::vector<Step> steps_;
   std::vector<Leaf> leaves_;
+  std::vector<Pick> picks_;
   Arrays call_; // arrays of the call that made it, until it is kept
   Arrays inputs_, held_arrays_; // of the call that was compared last
 };
@@ -741,6 +858,21 @@ void faststep_call_graph_keep(void* graph) noexcept {
   graph_of(graph).keep();
 }
 
+int faststep_call_graph_find_picks(void* graph, size_t first, size_t count) {
+  return guarded([&] { graph_of(graph).find_picks(static_cast<uint32_t>(first), static_cast<uint32_t>(count)); });
+}
+
+void faststep_call_graph_pick(const void* graph, size_t which, size_t* tracer, int64_t* length, int* from_end) noexcept {
+  const auto& pick = faststep::called::graph_of(graph).picks()[which];
+  *tracer = pick.tracer;
+  *length = pick.length;
+  *from_end = pick.from_end ? 1 : 0;
+}
+
+int faststep_call_graph_extremes(const void* graph, const void* const* batch, size_t first, void** extremes) {
+  return guarded([&] { faststep::called::give(graph_of(graph).extremes(batch, static_cast<uint32_t>(first)), extremes); });
+}
+
 void faststep_call_graph_free(void* graph) noexcept {
   delete static_cast<CallGraph*>(graph);
 }
@@ -759,7 +891,7 @@ int faststep_call_graph_equals(void* graph, const void* other) {
 
 size_t faststep_call_graph_count(const void* graph, int of) noexcept {
   const auto& it = graph_of(graph);
-  size_t counts[] = {it.roots(), it.held(), it.gradients(), it.inputs(), it.is_custom()};
+  size_t counts[] = {it.roots(), it.held(), it.gradients(), it.inputs(), it.is_custom(), it.picks().size()};
   return counts[of];
 }
 

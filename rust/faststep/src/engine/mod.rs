@@ -42,7 +42,7 @@ pub use crate::{
     memory::Plan,
     mlx::{
         array, blas,
-        called::{self, CallGraph, Replayed, Roots, Tracers},
+        called::{self, CallGraph, Pick, Replayed, Roots, Tracers},
         group::Group,
         join, measure, memory,
         rebind::RebindError,

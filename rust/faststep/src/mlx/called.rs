@@ -14,9 +14,10 @@ use mlx_rs::{error::Result, transforms::compile::compile, Array};
 
 use super::ffi::{
     check, faststep_array_detach, faststep_array_fill, faststep_call_graph_add_gradients,
-    faststep_call_graph_count, faststep_call_graph_equals, faststep_call_graph_follow,
-    faststep_call_graph_free, faststep_call_graph_held, faststep_call_graph_inputs,
-    faststep_call_graph_keep, faststep_call_graph_new, faststep_call_graph_replay,
+    faststep_call_graph_count, faststep_call_graph_equals, faststep_call_graph_extremes,
+    faststep_call_graph_find_picks, faststep_call_graph_follow, faststep_call_graph_free,
+    faststep_call_graph_held, faststep_call_graph_inputs, faststep_call_graph_keep,
+    faststep_call_graph_new, faststep_call_graph_pick, faststep_call_graph_replay,
     faststep_call_settle, faststep_differentiate, faststep_in_tracing, faststep_tracer,
     faststep_tracer_is_read, faststep_tracers_end, handle, handles, is_done, made, owned, Handle,
     New,
@@ -146,6 +147,17 @@ pub struct Roots {
 /// The operations from tracers to roots, to arrays that somebody holds, and to gradients.
 #[derive(Debug)]
 pub struct CallGraph(*mut c_void);
+
+/// Whole numbers of the batch that pick from an axis, which MLX does not check: labels of a cross entropy, rows of an embedding.
+#[derive(Clone, Copy, Debug)]
+pub struct Pick {
+    /// The number of the tracer from which they come.
+    pub tracer: usize,
+    /// The length of the axis.
+    pub length: i64,
+    /// True if numbers below zero count from its end.
+    pub from_end: bool,
+}
 
 /// The outputs of a graph that has been made again.
 #[derive(Debug)]
@@ -277,6 +289,51 @@ impl CallGraph {
         // SAFETY: a graph, and room for as many arrays as it has inputs.
         written(self.inputs(), |inputs| unsafe {
             faststep_call_graph_inputs(self.0, inputs)
+        })
+    }
+
+    /// Find the picks of arrays of the batch: so many tracers from `first` on. To be called once.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn find_picks(&mut self, first: usize, count: usize) -> Result<()> {
+        // SAFETY: a graph.
+        check(unsafe { faststep_call_graph_find_picks(self.0, first, count) })
+    }
+
+    /// The picks that have been found.
+    #[must_use]
+    pub fn picks(&self) -> Vec<Pick> {
+        let pick = |which| {
+            let (mut tracer, mut length, mut from_end) = (0, 0, 0);
+            // SAFETY: a graph with so many picks.
+            unsafe {
+                faststep_call_graph_pick(
+                    self.0,
+                    which,
+                    &raw mut tracer,
+                    &raw mut length,
+                    &raw mut from_end,
+                );
+            }
+            Pick {
+                tracer,
+                length,
+                from_end: from_end != 0,
+            }
+        };
+        (0..self.count(5)).map(pick).collect()
+    }
+
+    /// The least and the greatest number of each pick, int64 scalars, over other arrays of the batch, whose first tracer is `first`.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn extremes(&self, batch: &[Array], first: usize) -> Result<Vec<Array>> {
+        let batch = handles(batch);
+        // SAFETY: a graph, as many live arrays as the batch has, and room for two arrays for each pick.
+        written(2 * self.count(5), |extremes| unsafe {
+            faststep_call_graph_extremes(self.0, batch.as_ptr(), first, extremes)
         })
     }
 

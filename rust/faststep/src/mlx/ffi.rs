@@ -284,6 +284,24 @@ extern "C" {
         n_inputs: usize,
         outputs: *mut New,
     ) -> c_int;
+    pub(crate) fn faststep_call_graph_find_picks(
+        graph: *mut c_void,
+        first: usize,
+        count: usize,
+    ) -> c_int;
+    pub(crate) fn faststep_call_graph_pick(
+        graph: *const c_void,
+        which: usize,
+        tracer: *mut usize,
+        length: *mut i64,
+        from_end: *mut c_int,
+    );
+    pub(crate) fn faststep_call_graph_extremes(
+        graph: *const c_void,
+        batch: Handles,
+        first: usize,
+        extremes: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_array_detach(array: Handle);
     pub(crate) fn faststep_array_fill(array: Handle, value: Handle) -> c_int;
     pub(crate) fn faststep_graph_size(

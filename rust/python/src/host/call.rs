@@ -66,7 +66,7 @@ impl Graphs {
         key: &Array,
     ) -> MlxResult<(Rc<KnownGraph>, Vec<Array>)> {
         self.made += 1;
-        graph.keep(self.made);
+        graph.keep(self.made)?;
         let leaves = graph.take_leaves(key)?.unwrap_or_default();
         let graph = Rc::new(graph);
         self.known.insert(0, graph.clone());

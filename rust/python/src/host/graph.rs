@@ -2,8 +2,8 @@
 use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::{
-    array::id, called, CallGraph, Differentiated, Left, LossCall, LossOutput, Replayed, Roots,
-    Tracers,
+    array::id, called, CallGraph, Differentiated, Left, LossCall, LossOutput, Pick, Replayed,
+    Roots, Tracers,
 };
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
@@ -96,11 +96,43 @@ impl KnownGraph {
     }
 
     /// Keep it, with a number, without the arrays of its call.
-    pub fn keep(&mut self, number: usize) {
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn keep(&mut self, number: usize) -> MlxResult<()> {
         self.number = number;
-        if let Some(graph) = Rc::get_mut(&mut self.graph) {
-            graph.keep();
+        let (first, count) = (self.first_of_batch(), self.form.given.2);
+        match Rc::get_mut(&mut self.graph) {
+            Some(graph) => {
+                graph.keep();
+                graph.find_picks(first, count)
+            }
+            None => Ok(()),
         }
+    }
+
+    // the number of the tracer of the batch's first array
+    fn first_of_batch(&self) -> usize {
+        self.form.given.0 + self.form.given.1
+    }
+
+    /// The picks of an axis by whole numbers of the batch, each with the number of its array in the batch.
+    pub fn picks(&self) -> Vec<Pick> {
+        let first = self.first_of_batch();
+        let picks = self.graph.picks().into_iter();
+        let in_batch = |pick: Pick| Pick {
+            tracer: pick.tracer - first,
+            ..pick
+        };
+        picks.map(in_batch).collect()
+    }
+
+    /// The least and the greatest number of each pick in another batch.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn extremes(&self, batch: &[Array]) -> MlxResult<Vec<Array>> {
+        self.graph.extremes(batch, self.first_of_batch())
     }
 
     /// Return whether a call has this graph, where nobody holds an array of it.

@@ -1,21 +1,19 @@
-//! Warnings about training that goes wrong without an error, each told once: a batch that is skipped, gradients that are
-//! zero and parameters without one after the first steps, what lasts for a hundred steps.
+//! Warnings about training that goes wrong without an error, each told once: a batch that is skipped, numbers out of range,
+//! gradients that are zero and parameters without one after the first steps, what lasts for a hundred steps.
 //!
 //! It is found in values that are there anyway, long done when they are read; arrays of the model are looked at only when
 //! there is something to tell.
-use faststep::engine::{Flags, Output, Role};
-use mlx_rs::{error::Result as MlxResult, transforms::eval, Array};
+use faststep::engine::{Flags, Output};
+use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{
-    flags::{is_true, read},
+    first_skipped::{are, bad_arrays, listed, Context, FirstSkipped, Recent, StepGraph},
+    flags::{number_of, read},
+    indices::Indices,
     kept_losses::KeptLosses,
 };
-use crate::{
-    mlx::{errors::mlx, gil::unlocked},
-    store::Store,
-    tree::paths::dotted,
-};
+use crate::{host::KnownGraph, store::Store, tree::paths::dotted};
 
 /// Number of steps in a row that is warned of.
 const MANY: usize = 100;
@@ -27,15 +25,13 @@ const FIRST: usize = 20;
 const LOOKS: usize = MANY / EVERY + 1;
 /// Number of pending flags from which on the older half is read, which no longer waits for the device.
 const PENDING: usize = 6;
-/// Largest number of names in a warning.
-const NAMES: usize = 5;
 
 /// Counts of what was seen, and the warnings that have been given.
 pub struct Alarms {
-    zero: Flags,    // true: all gradients are zero
-    broken: Flags,  // true: the loss is no number, where nothing is skipped
-    skipped: Flags, // those of the first hundred steps
-    losses: Vec<Array>,
+    zero: Flags,   // true: all gradients are zero
+    broken: Flags, // true: the loss is no number, where nothing is skipped
+    first: FirstSkipped,
+    indices: Indices,
     steps: usize,
     norms: usize,
     kept: KeptLosses,
@@ -46,7 +42,6 @@ pub struct Alarms {
 #[derive(Default)]
 #[allow(clippy::struct_excessive_bools)] // each warns once
 struct Told {
-    first: bool,
     skipped: bool,
     broken: bool,
     zero: bool,
@@ -59,8 +54,8 @@ impl Default for Alarms {
         Self {
             zero: Flags::default().read_at(PENDING),
             broken: Flags::default().read_at(PENDING),
-            skipped: Flags::default().read_at(PENDING),
-            losses: Vec::new(),
+            first: FirstSkipped::default(),
+            indices: Indices::default(),
             steps: 0,
             norms: 0,
             kept: KeptLosses::default(),
@@ -80,7 +75,6 @@ impl Alarms {
         checked: bool,
     ) -> PyResult<()> {
         self.steps += 1;
-        self.note_skipped(py, number, output)?;
         let sampled = number.is_multiple_of(EVERY);
         let is = |of: fn(f32) -> bool| move |array: &Array| Ok(of(number_of(py, array)?));
         let norm = output.update.as_ref().unwrap_or(&output.batch);
@@ -97,38 +91,38 @@ impl Alarms {
         Ok(())
     }
 
-    // the batches of the first steps: the first that is skipped is told
-    fn note_skipped(&mut self, py: Python<'_>, number: usize, output: &Output) -> PyResult<()> {
-        let over_all = output
-            .update
-            .as_ref()
-            .and_then(|update| update.loss.as_ref()); // ranks
-        let loss = over_all.or(output.batch.loss.as_ref());
-        let (Some(flag), Some(loss)) = (&output.batch.skipped, loss) else {
-            return Ok(());
-        };
-        if self.told.first || self.steps > MANY {
-            self.losses.clear();
-            return Ok(());
+    /// Return the warning of numbers out of range in the first batch of a graph, before it is computed.
+    pub fn look(
+        &mut self,
+        py: Python<'_>,
+        graph: &KnownGraph,
+        batch: &[Array],
+        argument: &dyn Fn(usize) -> String,
+    ) -> PyResult<Option<String>> {
+        let found = read(self.indices.look(py, graph, batch))?;
+        Ok(found.map(|(array, text)| format!("argument {} {text}", argument(array))))
+    }
+
+    /// Note the batch of a step, the `number`-th, and the graph of its loss.
+    pub fn note_batch(
+        &mut self,
+        py: Python<'_>,
+        number: usize,
+        output: &Output,
+        (graph, batch): (Option<StepGraph>, &[Array]),
+        context: &Context<'_>,
+    ) -> PyResult<()> {
+        if let Some((graph, _)) = &graph {
+            let found = read(self.indices.note(py, number, (graph, batch)))?;
+            self.due.extend(found.map(|(step, array, text)| {
+                let name = (context.argument)(array);
+                format!("argument {name} of step {step} {text}")
+            }));
         }
-        self.losses.push(loss.clone());
-        read(self.skipped.push(Some(flag), &|flag| is_true(py, flag)))?;
-        let Some(place) = self.skipped.first() else {
-            return Ok(());
-        };
-        self.told.first = true;
-        let loss = read(number_of(py, &self.losses[place]))?;
-        let why = if loss.is_finite() {
-            format!("its loss is {loss:.4}, and a gradient is not finite, or the loss is above max_loss")
-        } else {
-            format!("its loss is {loss}")
-        };
-        let step = number + 1 + place - self.losses.len();
-        self.due.push(format!(
-            "the batch of step {step} was skipped, and trains nothing: {why}. nonfinite=\"raise\" stops there and names the \
-             gradient; faststep.diagnose names the array or the module. step.stats.skipped counts further ones, without a \
-             warning"
-        ));
+        if self.first.is_awaited() {
+            let recent = Recent::new(output, batch, graph, context.options.weighted);
+            self.first.note(number, output, recent);
+        }
         Ok(())
     }
 
@@ -144,10 +138,11 @@ impl Alarms {
         &mut self,
         py: Python<'_>,
         store: &Store,
-        skips: &Flags,
+        (skips, context): (&Flags, &Context<'_>),
     ) -> PyResult<Vec<String>> {
         let told = &mut self.told;
         let mut messages = std::mem::take(&mut self.due);
+        messages.extend(self.first.raised(py, self.steps, (store, context))?);
         if skips.streak() >= MANY && first(&mut told.skipped) {
             messages.push(format!(
                 "the last {} batches were all skipped, because loss or gradients are not finite or the loss is above max_loss. {}",
@@ -235,45 +230,9 @@ fn first(told: &mut bool) -> bool {
     !std::mem::replace(told, true)
 }
 
-fn number_of(py: Python<'_>, scalar: &Array) -> MlxResult<f32> {
-    unlocked(py, || eval([scalar]))?;
-    scalar
-        .try_item_cast::<f32>()
-        .map_err(faststep::engine::unread)
-}
-
-fn listed(mut names: Vec<String>) -> String {
-    let more = names.len().saturating_sub(NAMES);
-    names.truncate(NAMES);
-    let names: Vec<_> = names.iter().map(|name| format!("model.{name}")).collect();
-    match more {
-        0 => names.join(", "),
-        more => format!("{} and {more} more", names.join(", ")),
-    }
-}
-
 // a message that names the first array of the model that is not finite, and says what to do
 fn not_finite(py: Python<'_>, store: &Store) -> PyResult<String> {
-    let Some(engine) = &store.engine else {
-        return Ok(String::new());
-    };
-    let mut bad = Vec::new();
-    for (role, path) in store.signature()?.roles.iter() {
-        let array = match role {
-            Role::Parameter(i) => &engine.parameters()[*i],
-            Role::Other(i) => &store.others[*i],
-        };
-        if !array.dtype().is_float() {
-            continue;
-        }
-        let finite = array
-            .abs()
-            .and_then(|a| a.lt(Array::from_f32(f32::INFINITY)));
-        let finite = finite.and_then(|finite| finite.all(None)).map_err(mlx)?;
-        if read(number_of(py, &finite))? == 0.0 {
-            bad.push(dotted(path));
-        }
-    }
+    let bad = bad_arrays(py, store)?;
     Ok(match bad.len() {
         0 => "The model's arrays are finite: look at the batches and at the loss (nonfinite=\"raise\" names the first \
               gradient that is not)"
@@ -281,10 +240,7 @@ fn not_finite(py: Python<'_>, store: &Store) -> PyResult<String> {
         _ => format!(
             "{} not finite, and no step will mend that: go on from a checkpoint, with a lower learning rate or \
              max_grad_norm",
-            match &bad[..] {
-                [_] => format!("{} is", listed(bad)),
-                _ => format!("{} are", listed(bad)),
-            }
+            are(bad)
         ),
     })
 }

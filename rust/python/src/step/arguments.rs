@@ -123,6 +123,14 @@ impl<'py> Arguments<'py> {
         })
     }
 
+    /// The name of an array of a batch, by its number; of a batch of another form that number.
+    pub fn name_in(&self, batch: &Batch<'_>, number: usize) -> String {
+        match batch.tree.paths(self.py()).get(number) {
+            Some(path) => self.name(path),
+            None => number.to_string(),
+        }
+    }
+
     /// A path as the loss function names it: `x`, or `batch["tokens"][0]`.
     pub fn name(&self, path: &[String]) -> String {
         let mut parts = path.iter();

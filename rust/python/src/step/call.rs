@@ -13,6 +13,7 @@ use pyo3::{
 use super::{
     arguments::{Arguments, Batch},
     choose::{loss_key, Way},
+    first_skipped::{Context, StepGraph},
     flags::{is_true, read},
     left_out::Standing,
     traces::warn,
@@ -62,13 +63,24 @@ impl Inner {
             }
         };
         let rounds = self.ranks.as_ref().map_or(0, Ranks::rounds);
-        let done = match self.take(shared, &mut user, task) {
+        let (done, batch) = match self.take(shared, &mut user, task) {
             Ok(done) => done,
             Err(error) => return Err(self.failed(py, shared, rounds, error)),
         };
         let returned = self.returned(py, &done)?;
         let taken = self.taken(py, &done.output, returned, task)?;
-        self.warn(py, shared)?;
+        let argument = |number| user.name_in(&batch, number);
+        let options = self.options;
+        let context = Context {
+            options: &options,
+            argument: &argument,
+        };
+        if task != Task::Flush {
+            let seen = (self.graph_of(&done.way), &batch.arrays[..]);
+            self.alarms
+                .note_batch(py, self.steps, &done.output, seen, &context)?;
+        }
+        self.warn(py, shared, &context)?;
         Ok(taken)
     }
 
@@ -104,7 +116,7 @@ impl Inner {
         let mut store = shared.enter()?;
         if task != Task::Flush {
             for (index, array) in batch.arrays.iter().enumerate() {
-                let name = || format!("argument {}", user.name(&batch.tree.paths(py)[index]));
+                let name = || format!("argument {}", user.name_in(&batch, index));
                 store.lazy.look(array, name);
             }
         }
@@ -118,7 +130,7 @@ impl Inner {
         shared: &Shared,
         user: &mut Arguments<'py>,
         task: Task,
-    ) -> PyResult<Done<'py>> {
+    ) -> PyResult<(Done<'py>, Batch<'py>)> {
         let mut batch = self.batch(shared, user, task)?;
         let mut outcome = self.take_batch(shared, user, &batch, task);
         if matches!(&outcome, Err(error) if batch.numpy && is_refusal(user.py(), error)) {
@@ -128,7 +140,7 @@ impl Inner {
         }
         let done = outcome?;
         self.note_way(user, &batch, &done.way)?;
-        Ok(done)
+        Ok((done, batch))
     }
 
     fn take_batch<'py>(
@@ -170,6 +182,7 @@ impl Inner {
         let py = user.py();
         let spent = self.seconds.call;
         let mut way = self.way(shared, user, (prepared, batch), task)?;
+        self.look(user, batch, &way)?;
         let moved = match &mut way {
             Way::Called(called) | Way::Plain(called) => move_places(prepared, called),
             _ => Vec::new(),
@@ -358,7 +371,41 @@ impl Inner {
         Ok((returned, wrap(&update.norm)?, skipped, updated, mean))
     }
 
-    fn warn(&mut self, py: Python<'_>, shared: &Shared) -> PyResult<()> {
+    // warn of numbers out of range before the first batch of a graph is computed
+    fn look<'py>(
+        &mut self,
+        user: &Arguments<'py>,
+        batch: &Batch<'py>,
+        way: &Way<'py>,
+    ) -> PyResult<()> {
+        let graph = match way {
+            Way::Called(called) if called.is_new => called.graph.as_ref(),
+            _ => None,
+        };
+        let Some(graph) = graph else { return Ok(()) };
+        let argument = |number| user.name_in(batch, number);
+        let found = self
+            .alarms
+            .look(user.py(), graph, &batch.arrays, &argument)?;
+        found.map_or(Ok(()), |message| {
+            self.warned.push(message.clone());
+            warn(user.py(), &message)
+        })
+    }
+
+    // the graph by which the loss was computed, and the arrays that it ended in
+    fn graph_of(&self, way: &Way<'_>) -> Option<StepGraph> {
+        match way {
+            Way::Called(called) => Some((called.graph.clone()?, called.leaves.clone())),
+            Way::LeftOut(_) => {
+                let kept = &self.traces.last()?.kept;
+                Some((kept.graph.clone()?, kept.leaves.to_vec()))
+            }
+            Way::Plain(_) | Way::Nothing => None,
+        }
+    }
+
+    fn warn(&mut self, py: Python<'_>, shared: &Shared, context: &Context<'_>) -> PyResult<()> {
         let mut due: Vec<String> = self.traces.warning().into_iter().collect();
         let not_replayed = self
             .traces
@@ -370,7 +417,7 @@ impl Inner {
         }
         let mut store = shared.enter()?;
         due.extend(store.lazy.message());
-        due.extend(self.alarms.raised(py, &store, &self.skips)?);
+        due.extend(self.alarms.raised(py, &store, (&self.skips, context))?);
         drop(store);
         self.warned.extend(due.iter().cloned());
         for message in due {
@@ -394,7 +441,7 @@ impl Inner {
         mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let py = user.py();
-        let done = self.take(shared, &mut user, Task::Gradients)?;
+        let (done, _) = self.take(shared, &mut user, Task::Gradients)?;
         let returned = self.returned(py, &done)?;
         let trainable = shared.enter()?.signature()?.trainable.bind(py).clone();
         let tree = fill(&trainable, done.output.batch.gradients.iter())?;
