@@ -13,6 +13,18 @@ _OPTIONS = ("accumulate", "cache_limit", "hang_timeout", *Options._fields)
 _ALIKE = 0.85  # of two names, by `difflib`
 
 
+def refuse_unknown(named: Mapping[str, Any]) -> None:
+    """Refuse options of `Step(...)` that do not exist.
+
+    Raises:
+        TypeError: There is one; it says which option may be meant.
+    """
+    for name in named:
+        alike = difflib.get_close_matches(name, _OPTIONS, 1)
+        meant = f"did you mean {alike[0]}?" if alike else f"expected one of {', '.join(sorted(_OPTIONS))}"
+        raise TypeError(f"{name}: no such option of Step(...); {meant}")
+
+
 def refuse_options(loss_fn: Any, named: Mapping[str, Any]) -> None:
     """Refuse options among the named arguments of a loss function that does not name them.
 

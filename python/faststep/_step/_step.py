@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +16,7 @@ from faststep._step import _state
 from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
-from faststep._step._misuse import explain, function
+from faststep._step._misuse import explain, function, refuse_unknown
 from faststep._step._options import Nonfinite, Options, Replay, Transform, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
@@ -24,8 +24,18 @@ from faststep._step._ranks import Ranks, end_hung_rank, mean_gradients
 from faststep._step._user_optimizer import as_optimizer
 from faststep._watch import Watchdog, hang_report
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-class Step:
+    M = TypeVar("M", bound=nn.Module, default=Any)  # the model
+    T = TypeVar("T", default=Any)  # what the loss function returns
+else:  # typing_extensions need not be installed
+    from typing import TypeVar
+
+    M, T = TypeVar("M"), TypeVar("T")
+
+
+class Step(Generic[M, T]):
     """The training step of a model, an optimizer and a loss function.
 
     It replaces these lines, and gives the same numbers:
@@ -58,9 +68,9 @@ class Step:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: M,
         optimizer: Optimizer,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., T],
         *,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
@@ -79,6 +89,7 @@ class Step:
         clear_cache_every: int = 0,
         hang_timeout: float | None = None,
         group: mx.distributed.Group | None = None,
+        **unknown: NoReturn,
     ) -> None:
         """Make the step; nothing is traced before its first call.
 
@@ -138,11 +149,13 @@ class Step:
                 others so long then ends itself, by exit code 5. None: no thread watches.
             group: The processes that train one model, each with batches of its own: gradients are averaged over them
                 before each update (docs/distributed.md). None, other than for MLX's functions: this process alone.
+            **unknown: No other options are there: one that is misspelt is refused, with the one that may be meant.
 
         Raises:
-            TypeError: `model` or `optimizer` is something else, or an option has another type.
+            TypeError: `model` or `optimizer` is something else, or an option has another type or does not exist.
             ValueError: An option is out of its range.
         """
+        refuse_unknown(unknown)
         options = Options.among(locals())
         self.model, self.optimizer, self.loss_fn = model, optimizer, function(loss_fn)
         self._weighted = weighted
@@ -253,7 +266,7 @@ class Step:
         self._attributes.put(self.optimizer, values)
 
     @contextlib.contextmanager
-    def average(self) -> Iterator[nn.Module]:
+    def average(self) -> Iterator[M]:
         """Show the average of the parameters in the model, for evaluation.
 
         In a `with` block the model has the average in place of its parameters, in their dtypes; behind it, whatever
@@ -269,7 +282,8 @@ class Step:
         if self._program.options.ema_decay is None:
             raise ValueError("average: expected a step with ema_decay, got one without")
         kept = self._program.core.state()
-        parameters = self.model.trainable_parameters()
+        model: nn.Module = self.model
+        parameters = model.trainable_parameters()
         if kept and (named := _state.of_group("ema", kept[0])):
             average = _state.like(parameters, named)
             self.model.update(tree_map(lambda ema, parameter: ema.astype(parameter.dtype), average, parameters))
@@ -308,7 +322,7 @@ class Step:
         """
         self._program.core.load_state(*_state.flat(state, self.model))
 
-    def gradients(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+    def gradients(self, *batch: Any, **named: Any) -> tuple[T, dict[str, Any]]:
         """Compute loss and gradients of one batch; all arrays of model and optimizer, and the random state, stay.
 
         Changes that the loss function makes itself stay: a count of its calls, new arrays that it puts on the model.
@@ -434,7 +448,7 @@ class Step:
         return Stats(*counts, *mode, tuple(traces), traced, seconds, held, unchanged, lazy, given, tuple(warned))
 
 
-def _report_hang(step: Step, stage: str, seconds: float) -> None:
+def _report_hang(step: Step[Any, Any], stage: str, seconds: float) -> None:
     ranks = step.ranks
     facts = {} if ranks.size == 1 else {"group": f"rank {ranks.rank} of {ranks.size}, in call {step._program.calls[0]}"}
     print(f"faststep: {step.hang_report(stage, seconds, facts)}", file=sys.stderr, flush=True)
