@@ -38,6 +38,16 @@ def expanded(path: str) -> str:
         raise ValueError(f"expected a path, got {path!r}: {error}") from None
 
 
+def numbered(folder: str) -> str:
+    """Return a folder's path with a number in the place of `{n}`: one more than the largest that there is, from 1."""
+    begin, found, end = folder.partition("{n}")
+    if not found:
+        return folder
+    parent, form = Path(begin + "0").parent, re.compile(f"{re.escape(Path(begin + '0').name[:-1])}([0-9]+)")
+    there = [form.match(each.name) for each in parent.iterdir()] if parent.is_dir() else []
+    return f"{begin}{1 + max((int(each[1]) for each in there if each), default=0)}{end}"
+
+
 class InUse(RuntimeError):
     """Another process holds a lock.
 

@@ -54,7 +54,7 @@ def test_an_option_that_is_misspelt(loss: Any) -> None:
         fast_step(nn.Linear(3, 1), optim.SGD(0.1), loss, X, Y, max_grad_nrm=1.0)
     with pytest.raises(TypeError, match=r"max_grad_nrm: no such option of Step\(...\); did you mean max_grad_norm\?"):
         Step(nn.Linear(3, 1), optim.SGD(0.1), loss, max_grad_nrm=1.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="rate: no such option of .*expected one of accumulate, cache_limit, "):
+    with pytest.raises(TypeError, match=r"rate: no such option of .*expected one of accumulate, cache_limit, "):
         Step(nn.Linear(3, 1), optim.SGD(0.1), loss, rate=1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"accumulate: it is an option of Step\(...\), not an argument of its calls"):
         Step(nn.Linear(3, 1), optim.SGD(0.1), loss)(X, Y, accumulate=2)

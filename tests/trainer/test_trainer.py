@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -608,3 +609,71 @@ def test_a_plateau_needs_a_rate_and_validations(tmp_path: Path) -> None:
     for arguments in ((1.0, 1), (0.5, 0)):
         with pytest.raises(ValueError, match="expected a number"):
             ReduceOnPlateau(*arguments)
+
+
+def events(run: Path, what: str) -> list[str]:
+    return [each["text"] for each in read_log(run).events if each["what"] == what]
+
+
+def other_loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+    return 2 * nn.losses.mse_loss(model(x), y)
+
+
+def test_a_resume_says_what_is_another_than_before(tmp_path: Path) -> None:
+    new_trainer(tmp_path, steps=3).train()
+    new_trainer(tmp_path, steps=4).train(True)
+    assert events(tmp_path, "resume") == []
+    step = new_step(other_loss, max_grad_norm=0.5, accumulate=2)
+    step.optimizer.betas = [0.8, 0.99]
+    new_trainer(tmp_path, step, steps=6).train()
+    found = [text.partition(";")[0] for text in events(tmp_path, "resume")]
+    assert sorted(found) == [
+        "accumulate of the step is 2, and was 1",
+        "betas of the optimizer is [0.8, 0.99], and was [0.9, 0.999]",
+        "max_grad_norm of the step is 0.5, and was 1.0",
+        f"the loss function is {__name__}.other_loss, and was {__name__}.loss_fn",
+    ]
+    result = new_trainer(tmp_path, step, steps=6).train()
+    assert result.steps == 6
+    text = "nothing is left to train: the checkpoint of step 6 is the end of this training (steps=6)"
+    assert events(tmp_path, "resume")[-1].startswith(text)
+    with pytest.raises(CheckpointError, match="there are checkpoints of another training"):
+        new_trainer(tmp_path, steps=6).train(resume=False)
+    with pytest.raises(CheckpointError, match="expected a checkpoint to go on from, found none"):
+        new_trainer(tmp_path / "other", steps=6).train(resume=True)
+
+
+def test_numbered_folders(tmp_path: Path) -> None:
+    (tmp_path / "cnn-7x").mkdir()
+    for number in (8, 9):
+        trainer = new_trainer(tmp_path / "cnn-{n}", steps=1)
+        assert trainer.run == tmp_path / f"cnn-{number}"
+        trainer.train()
+    assert new_trainer(tmp_path / "{n}" / "a", steps=1).run == tmp_path / "1" / "a"
+
+
+def test_a_fast_dev_run_tries_everything_out_and_keeps_nothing(tmp_path: Path) -> None:
+    trainer = new_trainer(tmp_path / "run", epochs=50, validation=new_loader(), patience=1, fast_dev_run=True)
+    result = trainer.train()
+    assert (result.reason, result.steps, trainer.validated.batches) == ("done", 4, 2)
+    folder = trainer.run
+    assert result.last_checkpoint.is_relative_to(folder)
+    del trainer
+    gc.collect()
+    assert not folder.exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_batch_is_learned_by_heart(tmp_path: Path) -> None:
+    def loss(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
+        return nn.losses.mse_loss(model.last(model.first(x)), y)
+
+    options: dict[str, Any] = {"epochs": 20, "validation": new_loader(), "overfit_one_batch": True}
+    for run, stops in {"a": (), "b": (3, 7)}.items():
+        for _ in range(len(stops) + 1):
+            trainer = new_trainer(tmp_path / run, new_step(loss), new_loader(), callbacks=[Stop(*stops)], **options)
+            result = trainer.train()
+        assert (result.steps, trainer.loader.epoch, result.best) == (100, 20, None)
+    losses = [list(read_log(tmp_path / run).steps["loss"]) for run in "ab"]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < 0.1 * losses[0][0]

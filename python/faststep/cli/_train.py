@@ -19,7 +19,7 @@ from faststep.cli._supervisor import EXIT_ON_HANG
 
 if TYPE_CHECKING:
     from faststep.config import Built, Config
-    from faststep.training import Start, Trainer
+    from faststep.training import Resume, Trainer
 
 Supervise = Annotated[
     bool,
@@ -32,6 +32,9 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Show the whole config and leave.")] = False,
+    fast_dev_run: Annotated[
+        bool, typer.Option("--fast-dev-run", help="Try it out in four steps; keep nothing.")
+    ] = False,
     supervise: Supervise = False,
     exit_on_hang: ExitOnHang = False,
 ) -> None:
@@ -43,6 +46,9 @@ def train(
     if print_config:
         typer.echo(loaded.text(), nl=False)
         return
+    if fast_dev_run:
+        _try_out(loaded)
+        return
     run = Path(loaded.run)
     if (run / "checkpoints").is_dir() and Checkpoints(run / "checkpoints").list():
         raise Exit(
@@ -51,8 +57,8 @@ def train(
         )
     refuse(loaded, config)
     if supervise:
-        _supervise(["train", str(config)], lambda more: load(config, more), overrides)
-    _train(loaded, "new", exit_on_hang)
+        _supervise(["train", str(config)], lambda more: load(config, more), [*(overrides or []), f"run={run}"])
+    _train(loaded, False, exit_on_hang)
 
 
 def resume(
@@ -69,7 +75,7 @@ def resume(
     """
     if best and number is not None:
         raise Exit("--best, --number: expected one of them, got both")
-    start: Start = "best" if best else "newest" if number is None else number
+    start: Resume = "best" if best else "auto" if number is None else number
     config = config_of(run, overrides)
     if supervise:
         which = ["--best"] if best else [] if number is None else ["--number", str(number)]
@@ -141,7 +147,7 @@ def _supervise(command: list[str], load: Callable[[list[str]], Config], override
     raise SystemExit(supervise(command, load, overrides or []))
 
 
-def _train(config: Config, start: Start, exit_on_hang: bool) -> None:
+def _train(config: Config, start: Resume, exit_on_hang: bool) -> None:
     trainer = _trainer_of(config)
     if exit_on_hang:
         trainer.on_hang = "exit"
@@ -149,6 +155,17 @@ def _train(config: Config, start: Start, exit_on_hang: bool) -> None:
         result = trainer.train(start)
     if result.reason == "signal":
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
+
+
+def _try_out(config: Config) -> None:
+    from faststep.config import build
+    from faststep.loggers import Progress
+    from faststep.training import Trainer
+
+    built = build(config)
+    parts: dict[str, Any] = {"validation": built.validation, "callbacks": built.callbacks, "config": built.config}
+    Trainer(built.step, built.loader, loggers=[Progress()], **parts, **built.options, fast_dev_run=True).train()
+    typer.echo("four steps, a validation and a checkpoint are done, and nothing is kept: `faststep train` trains")
 
 
 def _trainer_of(config: Config) -> Trainer:

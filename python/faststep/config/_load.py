@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from faststep._files import expanded
+from faststep._files import expanded, numbered
 from faststep.config._components import Parts
 from faststep.config._errors import ConfigError, Path, Problem, Source, expected, short, unknown
 from faststep.config._find import find_all
@@ -60,7 +60,8 @@ def _expand(values: dict[str, Any], source: Source) -> None:
     for key in ("run", "folder", "weights"):
         if isinstance(values.get(key), str):
             try:
-                values[key] = expanded(values[key])
+                path = expanded(values[key])
+                values[key] = numbered(path) if key == "run" else path
             except ValueError as error:
                 problems.append(source.problem((key,), str(error)))
     if problems:

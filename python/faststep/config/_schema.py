@@ -143,7 +143,7 @@ class Train(Section):
 
     `validate_every` may be a number of epochs (`1 epoch`), and 0: at the end only. `max_time` is the time of training
     in all, in seconds or as `90m`; after `hang_timeout` without progress a report is written, and `on_hang: exit` ends
-    the process.
+    the process. `overfit_one_batch` trains on the first batch again and again, without validation.
     """
 
     steps: Positive | None = None
@@ -158,6 +158,7 @@ class Train(Section):
     patience: Positive | None = None
     min_delta: Limit = 0.0
     stop_after_bad: Count = 10
+    overfit_one_batch: bool = False
     update_ratio_every: Count = 0
     memory_limit: Positive | None = None
     hang_timeout: Time | None = 600.0
@@ -196,7 +197,7 @@ class Config(Section):
     """The config of a run: everything in it has been set or has its default.
 
     Attributes:
-        run: The folder of the run, relative to the working directory.
+        run: The folder of the run, relative to the working directory; `{n}` in its name is the next free number.
         folder: What `file.py:attribute` and files of data and weights are relative to: the config's folder.
         weights: What the model begins with: a safetensors file; or a run or one of its checkpoints, of which nothing
             but the weights is taken.

@@ -108,7 +108,9 @@ class Usage:
 
     def _trainer(self) -> None:
         self.trainer = self._take(
-            "train", "steps epochs max_time log_every stop_after_bad update_ratio_every memory_limit hang_timeout"
+            "train",
+            "steps epochs max_time log_every stop_after_bad overfit_one_batch update_ratio_every memory_limit "
+            "hang_timeout",
         )
         hangs = self.trainer["hang_timeout"] is not None
         self.trainer |= self._take("train", "on_hang", hangs, "train.hang_timeout is null")

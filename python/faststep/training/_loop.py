@@ -19,7 +19,7 @@ from faststep._step import Ranks, Step, call_with
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of
 from faststep.metrics import scalars
-from faststep.training import _bad_batches, _callback, _ids, _rates
+from faststep.training import _bad_batches, _callback, _ids, _made_of, _rates
 from faststep.training._clock import Clock
 from faststep.training._errors import Phase, TrainingError, tagged
 from faststep.training._guard import Guard, Tried
@@ -33,7 +33,7 @@ from faststep.training._window import Window, reopen, rows_of
 
 _END = object()
 _WISHES: tuple[Reason | None, ...] = (None, "signal", "max_time", "callback")  # what a rank asks all for, by number
-Start = Literal["newest", "new", "best"] | int
+Resume = Literal["auto", "best"] | bool | int
 
 
 class Loop:
@@ -59,6 +59,7 @@ class Loop:
     checkpoints: Checkpoints
     ranks: Ranks
     _rates: list[float | None]  # that the optimizer was made with
+    _made: dict[str, dict[str, Any]]
     _damaged: list[Checkpoint]  # passed over; the log is told when it is open
     _phase_of_step: Callable[[BaseException], Phase]
     _log: Log | None
@@ -74,7 +75,8 @@ class Loop:
         self.validated: Evaluation | None = None
         self.clock, self._began = Clock(), time.perf_counter()
         self._validated = self._saved = self._metric = None
-        self._checked, self._lost, self._changed = False, list[str](), list[str]()
+        self._checked, self._lost = False, list[str]()
+        self._changed, self._differs = list[str](), list[str]()  # rates; and what else is not as it was
         self._asked = False
         alone = self.ranks.size == 1  # a rank leaves at an update, with the others
         self._signals = Signals(lambda: alone and bool(getattr(self.loader, "reading", False)))
@@ -135,6 +137,10 @@ class Loop:
             self._logs.event("callback", f"the checkpoint has a state of {name}, which is no callback of this training")
         for text in self._changed:
             self._logs.event("learning_rate", text)
+        for text in self._differs:
+            self._logs.event("resume", f"{text}; train(resume=False) begins anew, in another folder")
+        if resumed and self._finished():
+            self._logs.event("resume", self._nothing_left())
         self._tell("on_start")
         if self.validate_at_start and not resumed:
             self._validate()
@@ -161,6 +167,14 @@ class Loop:
         self._logs.tell_steps()
         self._logs.end(result.reason)
         return result
+
+    def _nothing_left(self) -> str:
+        ends = {"steps": self.steps, "epochs": self.epochs, "max_time": self.max_time}
+        given = ", ".join(f"{name}={value}" for name, value in ends.items() if value is not None)
+        return (
+            f"nothing is left to train: the checkpoint of step {self.number} is the end of this training "
+            f"({self._reason or given}). More of it goes on; another folder begins anew"
+        )
 
     def _result(self) -> Result:
         interval, validated, progress = self._logs.interval, self.validated, self._progress
@@ -353,6 +367,7 @@ class Loop:
             numbers = progress.state() | {"callbacks": _callback.states(self.callbacks), "rates": self._rates}
             if self.ranks.size > 1:
                 numbers["random"] = self.ranks.gather(mlx_seed(), "checkpoint")
+            numbers |= {"made": self._made}
             about: dict[str, Any] = {"numbers": numbers, "metric": metric, "healthy": not self._is_sick(metric)}
             path = self.checkpoints.folder
             if self.ranks.rank == 0:
@@ -366,22 +381,25 @@ class Loop:
     def _is_sick(self, metric: float | None) -> bool:
         return self._progress.row > 0 or (metric is not None and not math.isfinite(metric))
 
-    def _resume(self, start: Start) -> bool:
-        found = self._restored(start)
+    def _resume(self, resume: Resume) -> bool:
+        found = self._restored(resume)
         if found is None:
             there = self.checkpoints.list() if self.ranks.rank == 0 else []
-            if there and start == "new":
+            if there and resume is False:
                 raise CheckpointError(f"{self.run}: there are checkpoints of another training")
             if there:
                 raise CheckpointError(
                     f"{self.checkpoints.folder}: expected a valid checkpoint, found {len(there)} that are damaged; "
                     f"move the folder away to begin again. The newest: {there[-1].problem}"
                 )
+            if resume is True:
+                raise CheckpointError(f"{self.checkpoints.folder}: expected a checkpoint to go on from, found none")
             return False
         numbers = dict(found.numbers)
         self._seed(numbers.pop("random", []))
         window, states = numbers.pop("window"), numbers.pop("callbacks")
         self._changed = list(_rates.go_on(self.step.optimizer, self._rates, numbers.pop("rates", None)))
+        self._differs = list(_made_of.differences(numbers.pop("made", {}), self._made))
         with self._tagged("callback"):
             self._lost = _callback.load_states(self.callbacks, states)
         now = {"monitor": self.monitor.name, "mode": self.monitor.mode}
@@ -395,10 +413,10 @@ class Loop:
         return True
 
     # the first rank chooses, and sets aside what is behind; the others take the same
-    def _restored(self, start: Start) -> Checkpoint | None:
-        found = None
-        if start != "new" and self.ranks.rank == 0:
-            found = self.checkpoints.restore(self.step, self.loader, start)
+    def _restored(self, resume: Resume) -> Checkpoint | None:
+        found, which = None, "newest" if isinstance(resume, bool) or resume == "auto" else resume
+        if resume is not False and self.ranks.rank == 0:
+            found = self.checkpoints.restore(self.step, self.loader, which)
         chosen = self.ranks.gather(None if found is None else found.number, "checkpoint")[0]
         if self.ranks.rank > 0 and chosen is not None:
             found = self.checkpoints.restore(self.step, self.loader, chosen)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,20 +14,22 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import numpy as np
 
+from faststep._files import numbered
 from faststep._step import Step, whole_number
 from faststep.checkpoints import Checkpoints
 from faststep.data import epochs_of, seconds_of
 from faststep.loggers import Logger, Progress
 from faststep.metrics import LossWithMetrics, Metric
-from faststep.training import _hang, _ids, _rates, _run_folder
+from faststep.training import _hang, _ids, _made_of, _rates, _run_folder
 from faststep.training._errors import phase_of_step
 from faststep.training._guard import without_warning
 from faststep.training._hang import OnHang
 from faststep.training._heartbeat import Heartbeat
-from faststep.training._loop import Loop, Start
+from faststep.training._loop import Loop, Resume
 from faststep.training._monitor import Monitor
 from faststep.training._result import Result
 from faststep.training._run_log import Log
+from faststep.training._trial import FEW, OneBatch
 
 
 class Trainer(Loop):
@@ -84,6 +89,8 @@ class Trainer(Loop):
         keep_last: int = 3,
         keep_best: int = 1,
         load_best_at_end: bool = False,
+        fast_dev_run: bool = False,
+        overfit_one_batch: bool = False,
         config: dict[str, Any] | None = None,
     ) -> None:
         """Check the arguments; nothing is read or written before `train`.
@@ -92,7 +99,8 @@ class Trainer(Loop):
             step: The step, with its model, optimizer, loss function and options.
             loader: A `faststep.data.Loader`, or anything that can be iterated over an epoch at a time and has `epoch`,
                 `position`, `state` and `load_state` as that has.
-            run: The folder for log and checkpoints; it is made where it is missing.
+            run: The folder for log and checkpoints; it is made where it is missing. `{n}` in its name stands for a
+                number that no folder has yet: "runs/cnn-{n}" is runs/cnn-1, then runs/cnn-2.
             steps: Stop after so many steps in all. None: by `epochs` or `max_time` alone.
             epochs: Stop after so many epochs.
             max_time: Stop after so many seconds of training, in all the processes that take part.
@@ -130,6 +138,10 @@ class Trainer(Loop):
             keep_best: Keep so many of those with the best value of `monitor`.
             load_best_at_end: Give the model the weights of the best checkpoint when the training has ended (their
                 average, where there is one), for what comes behind `train` in the same process.
+            fast_dev_run: Try everything out: four steps, a validation of two batches and a checkpoint, in a temporary
+                folder in the place of `run`, which goes with the trainer. `steps` and the like do not count then.
+            overfit_one_batch: Train on the first batch again and again, without validation: a model and a loss that are
+                right learn it by heart.
             config: What goes into the log as the configuration.
 
         Raises:
@@ -161,10 +173,13 @@ class Trainer(Loop):
                 whole_number(name, value, least)
         if patience is not None and validation is None:
             raise ValueError("patience: expected validation data for it, got none")
+        if overfit_one_batch:
+            loader, validation, patience = OneBatch(loader), None, None
         self.monitor = Monitor(monitor, mode, min_delta)
         if metrics is not None:
             step.loss_fn = LossWithMetrics(step.loss_fn, metrics, weighted=step.options.weighted)
-        self.step, self.loader, self.validation, self.run = step, loader, validation, Path(run)
+        self.step, self.loader, self.validation = step, loader, validation
+        self.run = Path(numbered(str(run)))
         self.ranks = step.ranks
         self._refuse_unshared()
         self.steps, self.epochs, self.callbacks = steps, epochs, list(callbacks)
@@ -176,6 +191,10 @@ class Trainer(Loop):
         self.load_best_at_end = load_best_at_end
         self.hang_timeout, self.on_hang = hang_timeout, on_hang
         self._loggers = loggers
+        if fast_dev_run:
+            self.run = Path(tempfile.mkdtemp())
+            weakref.finalize(self, shutil.rmtree, self.run, ignore_errors=True)
+            vars(self).update(FEW)
         self.checkpoints = Checkpoints(
             self.run / "checkpoints",
             keep_last=keep_last,
@@ -184,7 +203,7 @@ class Trainer(Loop):
             on_damaged=lambda checkpoint: self._damaged.append(checkpoint),
         )
         self._damaged = []
-        self._rates = _rates.given(step.optimizer)
+        self._rates, self._made = _rates.given(step.optimizer), _made_of.made_of(step)
         self._phase_of_step = phase_of_step(step.loss_fn)
         self._log = None
         self._begin()
@@ -228,7 +247,7 @@ class Trainer(Loop):
         for name in values.keys() - scalars.keys():
             self._log.event(name, values[name], "info")
 
-    def train(self, start: Start = "newest") -> Result:
+    def train(self, resume: Resume = "auto") -> Result:
         """Train to the end, from a checkpoint in the run's folder.
 
         The first SIGINT or SIGTERM ends the training behind the batch under way, with a checkpoint; `Result.reason`
@@ -236,9 +255,11 @@ class Trainer(Loop):
         taken again on resume. The second signal does what it does otherwise.
 
         Args:
-            start: "newest": go on from the newest valid checkpoint, begin where there is none. "new": begin, and refuse
-                a folder with checkpoints. "best", or the number of a step: go on from that checkpoint; those behind
-                it go to `run/checkpoints_set_aside`.
+            resume: "auto": go on from the newest valid checkpoint in `run`, and begin where there is none; the log
+                says what is another than before (the loss, the optimizer's settings, options, rates), and where nothing
+                is left to train. True: the same, and refuse a folder without checkpoints. False: begin, and refuse a
+                folder with checkpoints. "best", or the number of a step: go on from that checkpoint; those behind it go
+                to `run/checkpoints_set_aside`.
 
         Returns:
             How it ended.
@@ -254,7 +275,7 @@ class Trainer(Loop):
             if first:
                 _run_folder.check(self.run, self.step.model, self.step.optimizer)
                 self.checkpoints.check()
-            resumed = self._resume(start)
+            resumed = self._resume(resume)
             given = self._loggers if first else []
             loggers = given() if callable(given) else given
             if self.memory_limit is not None:
