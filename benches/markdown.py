@@ -34,8 +34,33 @@ def megabytes(bytes: float | None) -> str:
     return "" if bytes is None else f"{bytes / 1e6:,.1f}"
 
 
-def measured_on(sample: dict[str, Any]) -> list[str]:
-    """Say when, what and on what a sample was measured."""
-    machine = ", ".join(f"{name}: {value}" for name, value in sample["machine"].items())
-    versions = ", ".join(f"{name} {value}" for name, value in sample["versions"].items())
-    return [f"Measured {sample['date']} (UTC), commit {sample['commit']}; {machine}; {versions}.", ""]
+class Machines:
+    """The machines of the samples, each named by a letter."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._known: list[dict[str, Any]] = []
+
+    def name(self, sample: dict[str, Any]) -> str:
+        """Return the letter of a sample's machine."""
+        machine = {name: value for name, value in sample["machine"].items() if name not in _OF_A_RUN}
+        if machine not in self._known:
+            self._known.append(machine)
+        return chr(ord("A") + self._known.index(machine))
+
+    def measured_on(self, sample: dict[str, Any]) -> list[str]:
+        """Say when, what and on which machine a sample was measured."""
+        machine = sample["machine"]
+        run = [f"{name}: {machine[name]}" for name in _OF_A_RUN if machine.get(name) not in (None, "none")]
+        versions = [f"{name} {value}" for name, value in sample["versions"].items()]
+        facts = "; ".join(filter(None, [f"machine {self.name(sample)}", ", ".join(run), ", ".join(versions)]))
+        return [f"Measured {sample['date']} (UTC), commit {sample['commit']}; {facts}.", ""]
+
+    def lines(self) -> list[str]:
+        """Return the section with all machines."""
+        names = list(self._known[0])
+        rows = [[chr(ord("A") + i), *(str(each[name]) for name in names)] for i, each in enumerate(self._known)]
+        return ["## Machines", "", *table(["machine", *names], rows)]
+
+
+_OF_A_RUN = ("settings", "load before")

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from machine import ROOT
-from markdown import measured_on
+from markdown import Machines, short, table
 from report_mlx_lm import MLX_LM, mlx_lm
 from report_runs import REPLAY, RUNS, replay, runs
 from report_rust import RUST, rust
@@ -36,14 +37,17 @@ from report_step import (
 )
 from report_training import CHECKPOINTS, LOADER, TRAINER, checkpoints, loader, trainer
 from samples import SAMPLES, device_slug, newest
+from ways import COMPILED, COMPILED_ASYNC, FAST
 
 DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
-Written by `make bench` from the samples in `benches/samples`, the newest of each device; not by hand.
-`make bench PARTS=step` runs one part only: step, optimizers, clients, reach, varying, matmul, threads, quantized,
-scaling, runs, replay, rust, trainer, loader, checkpoints or mlx_lm_trainer.
+Two tables first, then a section for each part. `make bench` measures and writes this page, from the newest sample of
+each device in `benches/samples`; `make bench PARTS=step` runs one part.
+
 """
+FIRST = "{device}, {machine}; AdamW, clipped to norm 1.0; medians, in milliseconds a step. More: [below](#{anchor})."
+WAYS = {"plain MLX": "plain MLX", COMPILED: "mx.compile", COMPILED_ASYNC: "mx.compile, async", FAST: FAST}
 
 
 class Section(NamedTuple):
@@ -83,23 +87,47 @@ def write_report(samples: Path, docs: Path) -> Path:
     found = newest(samples)
     if not found:
         raise SystemExit(f"no samples in {samples}: run `make bench` first")
-    lines = [HEAD]
+    machines, lines = Machines(), [HEAD.rstrip(), ""]
+    for sample in (each for each in found if each["part"] == "step"):
+        lines += summary(sample, machines)
+    parts = list[str]()
     for part, section in SECTIONS.items():
         measured = [sample for sample in found if sample["part"] == part]
-        lines += [f"## {section.title}", "", section.text] if measured else []
+        parts += [f"## {section.title}", "", section.text] if measured else []
         for sample in measured:
-            lines += device_lines(section, sample, docs / "plots")
+            parts += device_lines(section, sample, docs / "plots", machines)
+    lines += [*machines.lines(), *parts]
     docs.mkdir(parents=True, exist_ok=True)
     file = docs / "benchmarks.md"
     file.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return file
 
 
-def device_lines(section: Section, sample: dict[str, Any], plots: Path) -> list[str]:
-    """Lay out what one device's sample holds."""
-    lines = [f"### {section.title}: {sample['machine']['device']}", "", *measured_on(sample)]
+def summary(sample: dict[str, Any], machines: Machines) -> list[str]:
+    """Lay out the medians of a device's steps, a line for each case."""
+    results, device = sample["results"].values(), sample["machine"]["device"]
+    peers = sorted({way for each in results for way in each["ms"] if way.startswith("PyTorch")})
+    rows = []
+    for result in results:
+        times = {way: statistics.median(values) for way, values in result["ms"].items()}
+        best = [short(min(times[way] for way in peers if way in times))] if peers else []
+        rows.append([result["title"], *(short(times[way]) for way in WAYS), *best])
+    anchor = f"the-step-side-by-side-{device.lower().replace(' ', '-')}"
+    text = FIRST.format(device=device, machine=f"machine {machines.name(sample)}", anchor=anchor)
+    head = ["model", *WAYS.values(), *(["best of PyTorch"] if peers else [])]
+    return [text, "", *table(head, rows)]
+
+
+def device_lines(section: Section, sample: dict[str, Any], plots: Path, machines: Machines) -> list[str]:
+    """Lay out what one device's sample holds; a paragraph that several results have is there once."""
+    lines = [f"### {section.title}: {sample['machine']['device']}", "", *machines.measured_on(sample)]
     for name, result in sample["results"].items():
-        lines += section.lay_out(result, plots / f"{sample['part']}-{name}-{device_slug(sample)}.svg")
+        laid = section.lay_out(result, plots / f"{sample['part']}-{name}-{device_slug(sample)}.svg")
+        for line in laid:
+            if not (line and line in lines and line[0] not in "|#"):
+                lines.append(line)
+            elif laid:
+                lines.pop()  # the empty line before it
     return lines
 
 
