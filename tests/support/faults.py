@@ -58,7 +58,7 @@ FAULTS: dict[str, Fault] = {
     "a lazy batch out of a worker": Fault(
         "batches = made_in_a_thread(lambda x, y: (x * 2, y))",
         "lazy-batch",
-        ("argument 0", "another thread"),
+        ("argument x", "another thread"),
         "mx.eval(batch)",
         "data evaluated forward",
     ),
@@ -119,7 +119,7 @@ options["own_step"] = train
     "a new shape in every step": Fault(
         "batches = [(mx.array(x[: 20 + n]), mx.array(y[: 20 + n])) for n in range(30)]",
         "new-shapes",
-        ("batches have a new signature", "argument 0 varies", "[20, 8], [21, 8]"),
+        ("batches have a new signature", "argument x varies", "[20, 8], [21, 8]"),
         "Pad(multiple=64)",
         "data shapes",
     ),
@@ -130,7 +130,7 @@ def loss_fn(model, x, y, rows):
     return nn.losses.cross_entropy(model(x[:rows]), y[:rows], reduction="mean")
 """,
         "new-shapes",
-        ("argument 2 varies", "new traces"),
+        ("argument rows varies", "new traces"),
         "mx.array(argument_2)",
         "data shapes",
     ),
@@ -155,7 +155,7 @@ options["own_step"] = train
     "NaN at the sixth step": Fault(
         "batches[5][0][3, 1] = float('nan'); batches[5][0][9, 0] = float('inf')",
         "not-finite",
-        ("step 6", "argument 0", "samples 3, 9"),
+        ("step 6", "argument x", "samples 3, 9"),
         "nonfinite='skip'",
         "data forward numbers",
     ),

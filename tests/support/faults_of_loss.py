@@ -25,7 +25,7 @@ def loss_fn(model, x, y):
     return (mx.logsumexp(z, axis=-1, keepdims=True) - z).mean()
 """,
         "ignores-labels",
-        ("does not depend on argument 1",),
+        ("does not depend on argument y",),
         "own label",
         "data numbers",
     ),
@@ -50,7 +50,7 @@ def loss_fn(model, x, y):
     return mx.square(prediction - prediction.mean()).mean()
 """,
         "ignores-labels",
-        ("does not depend on argument 1",),
+        ("does not depend on argument y",),
         "own label",
         "data numbers",
     ),
@@ -63,6 +63,22 @@ def loss_fn(model, tokens):
         "not-shifted",
         ("copying is learned",),
         "tokens[:, 1:]",
+        "data numbers",
+    ),
+    "a language model that sees the next token": Fault(
+        TOKENS
+        + """
+class Seeing(Words):
+    def __call__(self, tokens):
+        h = self.embedding(tokens)
+        return self.head(h + nn.relu(self.mix(h.mean(axis=1, keepdims=True))))
+model = Seeing()
+def loss_fn(model, tokens):
+    return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
+""",
+        "sees-the-future",
+        ("change with the token of argument tokens there",),
+        "causal mask",
         "data numbers",
     ),
     "labels that are shifted twice": Fault(
@@ -95,7 +111,7 @@ def loss_fn(model, x, y):
     return -mx.abs(model(x) - y).mean()
 """,
         "sign",
-        ("outputs that predict argument 1",),
+        ("outputs that predict argument y",),
         "turn the sign",
         "data numbers",
     ),
@@ -166,7 +182,7 @@ def loss_fn(model, x, y):
     "inputs that are not scaled": Fault(
         "batches = [(x * 3e4, y) for x, y in batches]; mx.eval(batches); optimizer = optim.SGD(0.05)",
         "diverges",
-        ("argument 0 has values around",),
+        ("argument x has values around",),
         "divide by the standard deviation",
         "data numbers",
     ),
@@ -217,18 +233,23 @@ model = Tower()
         "not a tuple",
         "data numbers",
     ),
-    "a head whose name begins with an underscore": Fault(
+    "a head that is no module, and whose name begins with an underscore": Fault(
         """
+class Head:
+    def __init__(self):
+        self.last = nn.Linear(32, 3)
+    def __call__(self, x):
+        return self.last(x)
 class Tower(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self._head = nn.Linear(8, 32), nn.Linear(32, 3)
+        self.body, self._head = nn.Linear(8, 32), Head()
     def __call__(self, x):
         return self._head(nn.relu(self.body(x)))
 model = Tower()
 """,
         "outside-model",
-        ("model._head (Linear) has 99 parameters",),
+        ("model._head.last (Linear) has 99 parameters",),
         "not self._layers",
         "data numbers",
     ),

@@ -53,6 +53,22 @@ OF_OWN_STEP: dict[str, Fault] = {
         "subtracts",
         "data own",
     ),
+    "clipped behind the update": Fault(
+        own_step(
+            """
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    optimizer.update(model, gradients)
+    gradients, _ = optim.clip_grad_norm(gradients, 0.01)
+    mx.eval(loss, model.state, optimizer.state)
+    return loss
+options["max_grad_norm"] = 0.01
+""",
+        ),
+        "not-clipped",
+        ("your step does not clip", "max_grad_norm is 0.01"),
+        "clip_grad_norm(gradients, 0.01)",
+        "data own",
+    ),
     "accumulated and not averaged": Fault(
         own_step(
             """
@@ -161,7 +177,7 @@ window = []
 """,
         ),
         "mean-of-means",
-        ("labels of argument 1 that are not ignored (16, 4)", "4.0 times as much"),
+        ("labels of argument y that are not ignored (16, 4)", "4.0 times as much"),
         "weighted=True",
         "data own",
     ),

@@ -37,7 +37,7 @@ def kept_by(function: Any) -> Iterator[tuple[str, mx.array]]:
 def names_of(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function names beside its arguments: its closure, globals of its code, parts of a partial."""
     while isinstance(function, functools.partial):
-        yield from ((f"argument {place}", each) for place, each in enumerate(function.args))
+        yield from ((f"partial[{place}]", each) for place, each in enumerate(function.args))
         yield from function.keywords.items()
         function = function.func
     if isinstance(function, types.MethodType):

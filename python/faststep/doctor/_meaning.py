@@ -126,7 +126,7 @@ class _Look:
             return
         copy, following, second = (each / flat for each in ahead if each is not None)
         if copy < 0.3 and following > 3 * copy + 0.05:
-            level: Any = "failure" if self._is_causal(leaf, values) else "note"
+            level: Any = "failure" if self._is_causal(leaf, values, begin) else "note"
             text = (
                 f"the loss of a model that copies its input is {copy * flat:.3g}, that of one that knows the next "
                 f"token {following * flat:.3g}: logits and labels are not shifted by one, so that copying is learned"
@@ -138,6 +138,12 @@ class _Look:
                 f"{following * flat:.3g} for the next one: logits and labels are shifted twice"
             )
             yield Finding("shifted-twice", "failure", text, "shift once: in the data or in the loss", _SHIFT_CODE)
+        elif following < 0.3 and copy > 3 * following + 0.05 and not self._is_causal(leaf, values, begin):
+            text = (
+                f"the loss is that of the next token, and the model sees it: the outputs before the last place change "
+                f"with the token of {name} there"
+            )
+            yield Finding("sees-the-future", "failure", text, _FUTURE, _FUTURE_CODE)
 
     def _other(self, name: str, leaf: Any) -> Any:
         """Return the batch with other values in an array; None where there are none."""
@@ -203,16 +209,19 @@ class _Look:
         last = _put(self._outputs[-1], self._output, made)
         return self._losses.with_outputs(self._batch, [*self._outputs[:-1], last])
 
-    def _is_causal(self, leaf: Any, values: np.ndarray[Any, Any]) -> bool:
-        """Return whether the last token changes nothing in the outputs before it."""
+    def _is_causal(self, leaf: Any, values: np.ndarray[Any, Any], begin: int) -> bool:
+        """Return whether the last token that the model reads changes nothing in the outputs before it."""
+        before = self._output
+        if before is None:
+            return False
+        last = begin + before.shape[1] - 1
         other = values.copy()
-        other[:, -1] = values[:, 0] + (values[:, 0] == values[:, -1])
-        other[:, -1] %= max(1, int(values.max()) + 1)
+        other[:, last] = values[:, 0] + (values[:, 0] == values[:, last])
+        other[:, last] %= max(1, int(values.max()) + 1)
         if self._losses.of(replaced(self._batch, leaf, like(other, leaf))) is None or not self._losses.calls:
             return False
-        now, before = arrays_of(self._losses.calls[-1].value), self._output
-        length = values.shape[1] - 1
-        return before is not None and bool(mx.allclose(now[0][:, :length], before[:, :length], atol=1e-4))
+        now = arrays_of(self._losses.calls[-1].value)[0]
+        return bool(mx.allclose(now[:, :-1], before[:, :-1], atol=1e-4))
 
 
 def _known(subject: Subject, place: int) -> np.ndarray[Any, Any]:
@@ -281,4 +290,6 @@ _LABELS_CODE = (
     "# a language model: nn.losses.cross_entropy(logits[:, :-1], tokens[:, 1:], reduction='mean')"
 )
 _SHIFT = "compare each output with the token behind it"
+_FUTURE = "give attention the causal mask, and let nothing else mix places (a mean over the sequence, a convolution)"
+_FUTURE_CODE = "mask = nn.MultiHeadAttention.create_additive_causal_mask(tokens.shape[1])   # for every layer"
 _SHIFT_CODE = "nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction='mean')"

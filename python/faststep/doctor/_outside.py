@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +72,7 @@ def _modules(path: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module
         parts = [(f"{path}[{key!r}]", each) for key, each in value.items()]
     elif isinstance(value, list | tuple | set | frozenset):
         parts = [(f"{path}[{place}]", each) for place, each in enumerate(value)]
-    elif hasattr(value, "__dict__") and not callable(value):
+    elif hasattr(value, "__dict__") and not inspect.isroutine(value) and not inspect.ismodule(value):
         parts = [(f"{path}.{key}", each) for key, each in vars(value).items()]
     else:
         return

@@ -180,11 +180,24 @@ class _Compared:
         elif cosine > self._along and abs(ratio - 1) < self._close:
             if count > 1 and (found := uneven(self._subject, [call.batch for call in window])) is not None:
                 yield found
+            yield from self._unclipped(given, norm)
             yield from self._old(mean)
         elif abs(cosine) < self._along or ratio > 1.5:
             text = f"{what} not those of the loss function on the same batches: {ratio:.3g} times, cosine {cosine:.2f}"
             remedy = "nothing is wrong if your step computes another loss, weighs it or adds to it"
             yield Finding("other-gradients", "note", text, remedy)
+
+    def _unclipped(self, given: list[Named], norm: float) -> Iterator[Finding]:
+        """Yield the finding of gradients that reach the optimizer whole, where they are to be clipped."""
+        most = self._subject.options.get("max_grad_norm")
+        if given and most is not None and norm > 1.1 * most:
+            text = (
+                f"your step does not clip: its optimizer gets gradients of the norm {norm:.3g}, and max_grad_norm is "
+                f"{most:.3g}"
+            )
+            remedy = "clip between the gradients and the update, and update by what is returned"
+            code = f"gradients, _ = optim.clip_grad_norm(gradients, {most:g})   # before optimizer.update"
+            yield Finding("not-clipped", "warning", text, remedy, code)
 
     def _old(self, before: Named) -> Iterator[Finding]:
         """Yield the finding of a second update by gradients of the first."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from faststep.doctor._finding import Finding
 from faststep.doctor._growth import LEAST_ACTIVE, growth
 from faststep.doctor._user_code import place_of
 
+_ARGUMENT = re.compile(r"\bargument ([0-9]+)\b")
 LEAST = 3  # steps of a rung, however long they take
 
 
@@ -27,9 +29,11 @@ class Recorder:
         file: Where the lines go.
         steps: How many steps a rung takes at most.
         seconds: How long it takes them, at least three.
+        names: What the loss function calls its arguments behind the model.
     """
 
-    def __init__(self, file: TextIO, steps: int, seconds: float) -> None:
+    def __init__(self, file: TextIO, steps: int, seconds: float, names: Sequence[str] = ()) -> None:
+        self._names = names
         self.steps, self.seconds, self.taken = steps, seconds, 0
         self._file = file
         self._active: list[float] = []
@@ -44,8 +48,13 @@ class Recorder:
         self.say("at", what=what)
 
     def find(self, finding: Finding) -> None:
-        """Write a finding."""
-        self.say("finding", finding=finding.plain())
+        """Write a finding; places among the loss function's arguments get their names."""
+        plain = finding.plain()
+        self.say("finding", finding=plain | {"text": _ARGUMENT.sub(self._name, plain["text"])})
+
+    def _name(self, found: re.Match[str]) -> str:
+        place = int(found[1])
+        return f"argument {self._names[place]}" if place < len(self._names) else found[0]
 
     def failed(self, error: BaseException) -> None:
         """Write an error with its place in the user's code."""

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from faststep.doctor import _numbers, _rungs_plain, _rungs_step
 from faststep.doctor._modules import arrays_of
 from faststep.doctor._recorder import Recorder
-from faststep.doctor._subject import Subject
+from faststep.doctor._subject import Subject, argument_names
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def climb(subject: Subject, job: dict[str, Any]) -> None:
     rung = BY_NAME[job["rung"]]
     with Path(job["events"]).open("a", encoding="utf-8") as events, Path(job["stacks"]).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        record = Recorder(events, job["steps"], job["seconds"])
+        record = Recorder(events, job["steps"], job["seconds"], argument_names(subject.loss_fn))
         try:
             record.say("begin", **_sums(subject, rung))
             for seed in (mx.random.seed, random.seed, np.random.seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -77,3 +78,14 @@ def arguments(batch: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"argument {place}")
     else:
         yield from leaves(batch, "argument 0")
+
+
+def argument_names(loss_fn: Callable[..., Any]) -> list[str]:
+    """Return the names of a loss function's positional arguments behind the model; none where they are not known."""
+    try:
+        function = getattr(loss_fn, "loss_fn", loss_fn)  # of a `LossWithMetrics`
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [each.name for each in parameters if each.kind in kinds]
