@@ -159,6 +159,13 @@ options["own_step"] = train
         "nonfinite='skip'",
         "data forward numbers",
     ),
+    "NaN in the last batch": Fault(
+        "x = np.array(batches[9][0]); x[2, 1] = np.nan; batches[9] = (mx.array(x), batches[9][1])",
+        "not-finite",
+        ("batch 10: argument x", "samples 2"),
+        "nonfinite='skip'",
+        "data numbers",
+    ),
     "NaN always, out of a module": Fault(
         """
 class Logarithm(nn.Module):
@@ -356,6 +363,13 @@ def loss_fn(model, tokens, mask, lengths):
         "rate-zero",
         ("the learning rate is 0",),
         "learning_rate=1e-3",
+        "data numbers",
+    ),
+    "a schedule that ends at once": Fault(
+        "optimizer = optim.AdamW(optim.cosine_decay(1e-3, 2), bias_correction=True)",
+        "rate-zero",
+        ("the learning rate is 0 from step 3 on",),
+        "counted in updates",
         "data numbers",
     ),
     "Adam without bias correction": Fault(

@@ -7,13 +7,14 @@ import itertools
 import time
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from faststep._step import call_with
 from faststep.doctor._finding import Finding
-from faststep.doctor._held import is_whole, leaves_of, values_of
+from faststep.doctor._held import is_floating, is_whole, leaves_of, values_of
 from faststep.doctor._loss_functions import LossCalls, watching_losses
-from faststep.doctor._modules import Indices, watching
+from faststep.doctor._modules import Indices, bad_rows, watching
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._subject import Subject
 
@@ -37,6 +38,11 @@ def look(subject: Subject, record: Recorder) -> bool:
                 record.find(_in_batch(finding, count))
             record.say("batches", looked_at=count)
             return False
+        bad = _not_finite(batch) if count > len(subject.some()) else None  # the numbers of the first ones tell
+        if bad is not None:
+            record.find(_in_batch(bad, count))
+            record.say("batches", looked_at=count)
+            return True
         contents.append(_content(batch))
         labels.add(batch, calls.labels)
         if time.perf_counter() > end:
@@ -52,6 +58,17 @@ def _others(subject: Subject) -> Any:
     """Yield the batches behind the first ones: an iterable begins anew, a generator goes on."""
     begin = 0 if hasattr(subject.batches, "__next__") else len(subject.taken)
     yield from itertools.islice(subject.batches, begin, None)
+
+
+def _not_finite(batch: Any) -> Finding | None:
+    """Return the finding of an array that is not finite."""
+    for name, leaf in leaves_of(batch):
+        rows = bad_rows(mx.array(leaf)) if is_floating(leaf) else []
+        if rows:
+            text = f"{name} has values that are not finite, in samples {', '.join(map(str, rows[:8]))}"
+            code = "step = Step(..., nonfinite='skip')   # the default: such a batch changes nothing"
+            return Finding("not-finite", "failure", text, "clean the data, or leave such samples out", code)
+    return None
 
 
 def _in_batch(finding: Finding, number: int) -> Finding:

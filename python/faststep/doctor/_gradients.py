@@ -165,6 +165,11 @@ class Tracked:
             text = f"the learning rate is 0 in all of {len(self._rates)} steps: nothing is learned"
             remedy = "give one above zero; a schedule that begins at zero has to rise"
             return [Finding("rate-zero", "failure", text, remedy, "optim.AdamW(learning_rate=1e-3)")]
+        if len(self._rates) > 2 and not any(self._rates[-2:]):
+            last = max(number for number, rate in enumerate(self._rates, 1) if rate)
+            text = f"the learning rate is 0 from step {last + 1} on: nothing is learned behind step {last}"
+            remedy = "give the schedule the number of steps of the whole training, counted in updates"
+            return [Finding("rate-zero", "failure", text, remedy, "optim.cosine_decay(1e-3, epochs * len(batches))")]
         adams = [each for each in getattr(optimizer, "optimizers", [optimizer]) if isinstance(each, optim.Adam)]
         if any(not getattr(each, "bias_correction", True) for each in adams) and self._rates and self._rates[0] > 0:
             beta_1, beta_2 = adams[0].betas
