@@ -294,7 +294,7 @@ def test_the_whole_config_loads_again(config: Path, tmp_path: Path) -> None:
 def test_a_config_is_tried_out(config: Path, tmp_path: Path) -> None:
     shown = faststep("train", config, "--fast-dev-run").stdout
     assert "ended: done" in shown
-    assert "nothing is kept" in shown
+    assert "Nothing is kept" in shown
     assert not (tmp_path / "run").exists()
     faststep("train", config, *set_(run=str(tmp_path / "run-{n}"), train__overfit_one_batch=True))
     assert read_log(tmp_path / "run-1").steps["step"][-1] == 20

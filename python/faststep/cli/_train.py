@@ -165,7 +165,7 @@ def _try_out(config: Config) -> None:
     built = build(config)
     parts: dict[str, Any] = {"validation": built.validation, "callbacks": built.callbacks, "config": built.config}
     Trainer(built.step, built.loader, loggers=[Progress()], **parts, **built.options, fast_dev_run=True).train()
-    typer.echo("four steps, a validation and a checkpoint are done, and nothing is kept: `faststep train` trains")
+    typer.echo("tried out: four steps, their validation and checkpoint. Nothing is kept")
 
 
 def _trainer_of(config: Config) -> Trainer:

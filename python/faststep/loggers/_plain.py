@@ -43,7 +43,7 @@ class Plain:
         elif kind == "validation":
             self._lines([describe_validation(record)])
         elif kind == "checkpoint":
-            pause = f", the training stood {span(record['pause'])}" if record.get("pause") is not None else ""
+            pause = f", the training paused for {span(record['pause'])}" if record.get("pause") is not None else ""
             self._lines([f"checkpoint at step {count(status.step)}: {record.get('path', '')}{pause}"])
         elif kind == "event":
             self._lines([describe_event(record)])

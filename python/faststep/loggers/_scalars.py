@@ -22,7 +22,7 @@ def scalars(record: Record) -> dict[str, float]:
 
     Steps give loss, metrics, gradient norm and learning rate; intervals the rest of what they know, times in seconds
     and memory in bytes; validations their loss and metrics; `values` those of the user's own, by their own names;
-    checkpoints how long the training stood.
+    checkpoints how long the training paused.
     """
     kind = record["kind"]
     found = {}

@@ -176,7 +176,7 @@ def _checkpoints(log: Log) -> str:
         state = "" if there else Html('<span class="soft">deleted</span>')
         rows.append([count(each["step"]), path, state, figure(each.get("metric")), span(each.get("pause")),
                      span(files.get("seconds")), size(files.get("bytes"))])  # fmt: skip
-    header = ("step", "path", "", "metric", "training stood", "written in", "size")
+    header = ("step", "path", "", "metric", "training paused", "written in", "size")
     return html_table(header, _few(rows), numbers=(0, 3, 4, 5, 6))
 
 
