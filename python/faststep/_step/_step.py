@@ -50,8 +50,9 @@ class Step(Generic[M, T]):
     watched (docs/what_is_compiled.md). Model, optimizer and `mx.random.state` are current after every call, and what is
     changed in them between calls is seen.
 
-    One `RuntimeWarning` each tells what has gone wrong for 100 steps without an error: every batch is skipped, the
-    loss is not finite, all gradients are zero, the loss does not depend on a parameter, updates are rounded to nothing.
+    A `RuntimeWarning` tells, once each, what goes wrong without an error: labels or rows out of range, the first batch
+    that is skipped and what of it was not finite, gradients of zero, parameters without a gradient, and after 100 steps
+    batches that are all skipped, a loss that is not finite and updates that are rounded to nothing.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim

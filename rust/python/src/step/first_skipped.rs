@@ -32,7 +32,7 @@ const NAMES: usize = 5;
 /// The graph of a loss, and the arrays that it ended in at a step.
 pub type StepGraph = (Rc<KnownGraph>, Vec<Array>);
 
-/// What a warning reads beside the batch.
+/// Options and names that a warning reads beside the batch.
 pub struct Context<'a> {
     /// The options of the step.
     pub options: &'a Options,
@@ -94,7 +94,7 @@ impl FirstSkipped {
     }
 }
 
-/// What a step has computed its loss from, and what came of it.
+/// The batch and the graph of a step, and its results.
 pub struct Recent {
     loss: Array,
     norm: Option<Array>,
