@@ -103,6 +103,11 @@ impl Alarms {
         Ok(found.map(|(array, text)| format!("argument {} {text}", argument(array))))
     }
 
+    /// Return whether the batch of this step is to be noted.
+    pub fn notes_batch(&self, number: usize) -> bool {
+        self.first.is_awaited() || self.indices.is_due(number)
+    }
+
     /// Note the batch of a step, the `number`-th, and the graph of its loss.
     pub fn note_batch(
         &mut self,

@@ -75,7 +75,7 @@ impl Inner {
             options: &options,
             argument: &argument,
         };
-        if task != Task::Flush {
+        if task != Task::Flush && self.alarms.notes_batch(self.steps) {
             let seen = (self.graph_of(&done.way), &batch.arrays[..]);
             self.alarms
                 .note_batch(py, self.steps, &done.output, seen, &context)?;

@@ -22,7 +22,7 @@ const PENDING: usize = 3;
 #[derive(Default)]
 pub struct Indices {
     pending: VecDeque<Look>,
-    steps: usize,
+    noted: usize, // steps
     told: bool,
 }
 
@@ -53,6 +53,11 @@ impl Indices {
         Ok(found)
     }
 
+    /// Return whether it is the turn of a step.
+    pub fn is_due(&self, step: usize) -> bool {
+        !self.told && (self.noted < FIRST || step.is_multiple_of(EVERY))
+    }
+
     /// Look at the batch of a step, if its turn has come; return the step of an earlier one that is out of range, the number of the
     /// array in it, and the text.
     ///
@@ -64,9 +69,11 @@ impl Indices {
         step: usize,
         (graph, batch): (&Rc<KnownGraph>, &[Array]),
     ) -> MlxResult<Option<(usize, usize, String)>> {
-        self.steps += 1;
-        let is_due = self.steps <= FIRST || step.is_multiple_of(EVERY);
-        if self.told || !is_due || graph.picks().is_empty() {
+        if !self.is_due(step) {
+            return Ok(None);
+        }
+        self.noted += 1;
+        if graph.picks().is_empty() {
             return Ok(None);
         }
         let extremes = graph.extremes(batch)?;
