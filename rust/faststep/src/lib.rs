@@ -79,6 +79,6 @@ mod trace;
 pub use engine::{Nonfinite, Options};
 pub use error::{Error, Result};
 pub use mlx::{group::Group, kernels, openblas};
-pub use module::{Loss, Stats, Step, StepOutput};
+pub use module::{Diagnosis, Finding, Loss, Rung, Stats, Step, StepOutput};
 pub use optim::{optimizer as optimizers, schedulers, LearningRate, Optimizer, Optimizers};
 pub use trace::TraceRecord;

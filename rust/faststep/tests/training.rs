@@ -7,6 +7,7 @@ use std::{
     cell::Cell,
     panic::{catch_unwind, AssertUnwindSafe},
     rc::Rc,
+    time::Duration,
 };
 
 use common::{adamw, batch, equal, losses, mse, values, Mlp};
@@ -15,7 +16,7 @@ use mlx_rs::{
     error::Exception,
     module::{Module, ModuleParameters, Param},
     ops::block_masked_mm,
-    with_device, Array, Device, Dtype,
+    stop_gradient, with_device, Array, Device, Dtype,
 };
 
 fn step(options: Options) -> Step<Mlp> {
@@ -452,4 +453,85 @@ fn several_rules_take_their_parameters() {
             "states.1.step",
         ]
     );
+}
+
+type MlpLoss = fn(&mut Mlp, &[Array]) -> Result<Array, Exception>;
+
+#[test]
+fn a_diagnosis_names_the_first_part_that_fails() {
+    let patience = Duration::from_secs(90);
+    let batches: Vec<Vec<Array>> = (0..4).map(|number| batch(number).to_vec()).collect();
+    let diagnosed = |loss: MlpLoss, rate: f64| {
+        let optimizers = Optimizers::new(Optimizer::adamw(0.01), rate);
+        let step = Step::new(Mlp::seeded(1), optimizers, loss, Options::default()).unwrap();
+        step.diagnose(&batches, patience)
+    };
+    let healthy = diagnosed(mse, 1e-2);
+    assert!(healthy.is_healthy(), "{healthy}");
+    assert_eq!(healthy.rungs.len(), 6);
+    assert!(healthy.rungs[3].operations > Some(100), "{healthy}");
+    let faults: [(MlpLoss, f64, &str, &str, usize); 5] = [
+        (
+            |model, batch| mse(model, batch)?.multiply(Array::from_f32(f32::NAN)),
+            1e-2,
+            "not-finite",
+            "the loss of batch 0 is NaN",
+            2,
+        ),
+        (
+            |model, batch| {
+                mse(model, batch)?.add(
+                    model
+                        .second
+                        .bias
+                        .value
+                        .as_ref()
+                        .unwrap()
+                        .abs()?
+                        .sqrt()?
+                        .sum(None)?,
+                )
+            },
+            1e-2,
+            "not-finite",
+            "the gradient of second.bias in batch 0",
+            3,
+        ),
+        (
+            |model, batch| {
+                model
+                    .second
+                    .forward(&stop_gradient(model.first.forward(&batch[0])?)?)?
+                    .square()?
+                    .mean(None)
+            },
+            1e-2,
+            "zero-gradient",
+            "the gradient of first.bias, first.weight is zero in all of 4 batches",
+            3,
+        ),
+        (
+            mse,
+            0.0,
+            "nothing-moves",
+            "no parameter has changed in 30 steps",
+            6,
+        ),
+        (
+            |_, _| Err(Exception::custom("out of labels")),
+            1e-2,
+            "error",
+            "forward: out of labels",
+            2,
+        ),
+    ];
+    for (loss, rate, name, text, rungs) in faults {
+        let found = diagnosed(loss, rate);
+        assert_eq!(
+            (found.findings[0].name, found.rungs.len()),
+            (name, rungs),
+            "{found}"
+        );
+        assert!(found.findings[0].text.starts_with(text), "{found}");
+    }
 }

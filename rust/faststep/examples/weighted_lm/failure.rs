@@ -8,6 +8,10 @@ pub enum Failure {
     #[error("{0}")]
     Input(String),
 
+    /// `--doctor` has found a fault, which is printed.
+    #[error("the training has a fault")]
+    Fault,
+
     /// A step failed.
     #[error(transparent)]
     Step(#[from] faststep::Error),

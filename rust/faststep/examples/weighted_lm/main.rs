@@ -8,6 +8,7 @@
 //! make run-rust ARGS="--steps 800 --checkpoints runs/weighted_lm --log runs/weighted_lm.json"
 //! make run-rust ARGS="--steps 800 --checkpoints runs/weighted_lm --log runs/weighted_lm.json --resume"
 //! make run-rust ARGS=--gradients-only
+//! make run-rust ARGS=--doctor
 //! make run-rust ARGS=--naive
 //! ```
 //!
@@ -55,9 +56,10 @@ mod report;
 mod text;
 mod train;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use clap::Parser;
+use faststep::Step;
 use mlx_rs::random;
 
 use batches::Batches;
@@ -65,6 +67,11 @@ use failure::Failure;
 use model::{Decoder, Projection};
 use options::Options;
 use text::Text;
+
+/// Batches of `--doctor`.
+const BATCHES: u32 = 8;
+/// Time after which one of its parts hangs.
+const PATIENCE: Duration = Duration::from_secs(90);
 
 fn run(mut options: Options) -> Result<(), Failure> {
     if let Some(base) = &options.lora.base {
@@ -95,10 +102,25 @@ fn with<P: Projection>(
     model: Decoder<P>,
 ) -> Result<(), Failure> {
     let step = train::new_step(&options.run, model)?;
-    if options.gradients_only {
+    if options.doctor {
+        doctor(batches, step)
+    } else if options.gradients_only {
         gradients::show(options, batches, step)
     } else {
         train::train(options, batches, step)
+    }
+}
+
+fn doctor<P: Projection>(batches: &Batches, step: Step<Decoder<P>>) -> Result<(), Failure> {
+    let batches: Vec<_> = (0..BATCHES)
+        .map(|number| batches.batch(number).to_vec())
+        .collect();
+    let found = step.diagnose(&batches, PATIENCE);
+    print!("{found}");
+    if found.is_healthy() {
+        Ok(())
+    } else {
+        Err(Failure::Fault)
     }
 }
 

@@ -12,6 +12,7 @@ use crate::failure::Failure;
 /// Train a decoder language model on bytes of real text, each sequence weighted by where it comes from.
 #[derive(Debug, Parser)]
 #[command(args_override_self = true)]
+#[allow(clippy::struct_excessive_bools)] // flags of a command line
 pub struct Options {
     #[command(flatten)]
     pub run: Run,
@@ -50,6 +51,10 @@ pub struct Options {
     /// Print the norms of the next batch's gradients, and change nothing
     #[arg(long, conflicts_with_all = ["naive", "log"])]
     pub gradients_only: bool,
+
+    /// Try the parts of the training one by one, and name the first that hangs or fails; nothing is kept
+    #[arg(long, conflicts_with_all = ["naive", "log", "gradients_only", "resume", "checkpoints"])]
+    pub doctor: bool,
 
     /// Train in the broken order: a plain mlx-rs loop that evaluates nothing
     #[arg(long, conflicts_with_all = ["resume", "checkpoints"])]
