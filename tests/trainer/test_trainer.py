@@ -374,6 +374,12 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, change
     assert not (tmp_path / "run").exists()
 
 
+def test_a_callback_s_method_that_is_misspelt_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Mine.on_stepp: nothing calls it; did you mean on_step\?"):
+        type("Mine", (Callback,), {"on_stepp": lambda self, trainer, number: None})
+    type("Mine", (Callback,), {"on_step": lambda self, trainer, number: None, "on_sale": None})
+
+
 def test_what_is_no_loader_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"expected a faststep\.data\.Loader, got list without epoch"):
         Trainer(new_step(), [1, 2], run=tmp_path, steps=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 
@@ -40,7 +41,9 @@ class Monitor:
         """
         there = [f"{_PREFIX}{each}" for each in names]
         if self.name not in there:
-            raise ValueError(f"monitor: expected one of {', '.join(there)}, got {self.name}")
+            alike = difflib.get_close_matches(self.name, there, 1)
+            hint = f": did you mean {alike[0]}?" if alike else ""
+            raise ValueError(f"monitor: expected one of {', '.join(there)}, got {self.name}{hint}")
 
     def value(self, evaluation: Evaluation) -> float:
         """Return the value of a validation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import shutil
 import tempfile
@@ -315,6 +316,19 @@ class Callback:
         ...         if number == 1000:
         ...             trainer.step.model.unfreeze()
     """
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Refuse a method whose name is nearly that of one of these: it would never be called.
+
+        Raises:
+            TypeError: There is one.
+        """
+        super().__init_subclass__(**named)
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            alike = difflib.get_close_matches(name, known, 1, 0.85)
+            if name.startswith("on_") and name not in known and alike:
+                raise TypeError(f"{cls.__name__}.{name}: nothing calls it; did you mean {alike[0]}?")
 
     def on_start(self, trainer: Trainer) -> None:
         """Called when training begins, or goes on from a checkpoint."""
