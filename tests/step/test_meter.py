@@ -106,7 +106,7 @@ class Root(nn.Module):
         return self.layer(x) * mx.sqrt(mx.abs(self.gauge))
 
 
-NAMED = "and the gradient of model.gauge is not: look for a square root"
+NAMED = "and the gradient of model.gauge is not finite: look for a square root"
 SKIPPED: dict[str, Any] = {
     "a gradient": (squares, {}, NAMED),
     "in half precision": (squares, {"compute_dtype": mx.bfloat16}, NAMED),

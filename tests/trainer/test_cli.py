@@ -122,7 +122,7 @@ def test_a_signal_ends_a_wait_for_data_that_hang(
         process.send_signal(number)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == status
-    assert f"{number.name}: waiting for data since " in out
+    assert f"{number.name}: waiting for data for " in out
     assert "left in the middle of a batch, which a resume takes again" in out.replace("\n    ", " ")
     hanging.unlink()
     faststep("resume", run)

@@ -132,10 +132,10 @@ def test_what_is_waited_for_is_told() -> None:
                 time.sleep(0.01)
     (what, first, level), second, (_, third, mild) = told
     assert (what, level, mild) == ("heartbeat", "warning", "info")
-    assert first.startswith("waiting for data since ")
+    assert first.startswith("waiting for data for ")
     assert first.endswith(": workers=0, try 4")
-    assert second[1].startswith("waiting for data since ")
-    assert third.startswith("validating since ")
+    assert second[1].startswith("waiting for data for ")
+    assert third.startswith("validating for ")
 
 
 def test_compiling_is_told_while_it_happens(tmp_path: Path, child: Any) -> None:

@@ -16,7 +16,7 @@ SILENT = 10.0  # seconds
 _LOOK = 0.2  # seconds between two looks
 _TEXTS = {
     "data": "waiting for data",
-    "step": "this step is under way",
+    "step": "computing this step",
     "validation": "validating",
     "checkpoint": "waiting for the disk",
 }
@@ -84,7 +84,7 @@ class Heartbeat:
             if phase in _TEXTS and seconds >= told[1]:
                 told = began, 2 * told[1]
                 level: Level = "warning" if phase in ("data", "checkpoint") else "info"
-                self._event("heartbeat", f"{_TEXTS[phase]} since {span(round(seconds))}{self._hint(phase)}", level)
+                self._event("heartbeat", f"{_TEXTS[phase]} for {span(round(seconds))}{self._hint(phase)}", level)
 
     def _see_to_signals(self) -> None:
         signals = self._signals
@@ -93,7 +93,7 @@ class Heartbeat:
         self._stopping, reading = self._stopping + 1, bool(getattr(self._loader, "reading", False))
         phase, _, seconds = self._clock.under_way
         if self._stopping == 1 and phase in _TEXTS:
-            what = f"{signals.received.name}: {_TEXTS[phase]} since {span(round(seconds))}"
+            what = f"{signals.received.name}: {_TEXTS[phase]} for {span(round(seconds))}"
             left = "left in the middle of a batch, which a resume takes again"
             self._event("signal", f"{what}; {left if reading else 'a second signal does not wait for it'}", "warning")
         if reading:

@@ -195,7 +195,7 @@ impl Recent {
         };
         if !bad.is_empty() {
             return Ok(format!(
-                "the gradient of {} is not: look for a square root, a norm or a power at zero, whose slope is infinite",
+                "the gradient of {} is not finite: look for a square root, a norm or a power at zero, whose slope is infinite",
                 listed(bad)
             ));
         }
