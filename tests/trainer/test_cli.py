@@ -142,7 +142,7 @@ def test_what_a_signal_waits_for_is_told_and_a_second_one_does_not(config: Path,
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
-        line = next(each for each in lines if "SIGTERM: validating since " in each)
+        line = next(each for each in lines if "SIGTERM: validating for " in each)
         assert line.endswith("; a second signal does not wait for it\n")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
