@@ -8,7 +8,7 @@ use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::{
-    first_skipped::{are, bad_arrays, listed, Context, FirstSkipped, Recent, StepGraph},
+    first_skipped::{are, bad_arrays, listed, Context, FirstSkipped, Recent},
     flags::{number_of, read},
     indices::Indices,
     kept_losses::KeptLosses,
@@ -108,16 +108,16 @@ impl Alarms {
         self.first.is_awaited() || self.indices.is_due(number)
     }
 
-    /// Note the batch of a step, the `number`-th, and the graph of its loss.
+    /// Note the batch of a step, the `number`-th.
     pub fn note_batch(
         &mut self,
         py: Python<'_>,
         number: usize,
         output: &Output,
-        (graph, batch): (Option<StepGraph>, &[Array]),
+        batch: &[Array],
         context: &Context<'_>,
     ) -> PyResult<()> {
-        if let Some((graph, _)) = &graph {
+        if let Some((graph, _)) = &context.graph {
             let found = read(self.indices.note(py, number, (graph, batch)))?;
             self.due.extend(found.map(|(step, array, text)| {
                 let name = (context.argument)(array);
@@ -125,7 +125,7 @@ impl Alarms {
             }));
         }
         if self.first.is_awaited() {
-            let recent = Recent::new(output, batch, graph, context.options.weighted);
+            let recent = Recent::new(output, batch, context);
             self.first.note(number, output, recent);
         }
         Ok(())

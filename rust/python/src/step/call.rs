@@ -71,14 +71,15 @@ impl Inner {
         let taken = self.taken(py, &done.output, returned, task)?;
         let argument = |number| user.name_in(&batch, number);
         let options = self.options;
+        let is_noted = task != Task::Flush && self.alarms.notes_batch(self.steps);
         let context = Context {
             options: &options,
             argument: &argument,
+            graph: is_noted.then(|| self.graph_of(&done.way)).flatten(),
         };
-        if task != Task::Flush && self.alarms.notes_batch(self.steps) {
-            let seen = (self.graph_of(&done.way), &batch.arrays[..]);
+        if is_noted {
             self.alarms
-                .note_batch(py, self.steps, &done.output, seen, &context)?;
+                .note_batch(py, self.steps, &done.output, &batch.arrays, &context)?;
         }
         self.warn(py, shared, &context)?;
         Ok(taken)

@@ -38,6 +38,8 @@ pub struct Context<'a> {
     pub options: &'a Options,
     /// The name that the user gives an array of the batch.
     pub argument: &'a dyn Fn(usize) -> String,
+    /// The graph of the step that has just been taken.
+    pub graph: Option<StepGraph>,
 }
 
 /// The steps whose flags have not been read yet.
@@ -99,27 +101,31 @@ pub struct Recent {
     loss: Array,
     norm: Option<Array>,
     weight: Option<Array>,
-    batch: Vec<Array>, // none where it is large
-    graph: Option<StepGraph>,
+    batch: Vec<Array>,             // none where it is large
+    graph: Option<Rc<KnownGraph>>, // without the arrays that it ended in, which may be large
 }
 
 impl Recent {
     /// Keep a step's batch; none where it has no loss.
-    pub fn new(
-        output: &Output,
-        batch: &[Array],
-        graph: Option<StepGraph>,
-        weighted: bool,
-    ) -> Option<Self> {
+    pub fn new(output: &Output, batch: &[Array], context: &Context<'_>) -> Option<Self> {
         let is_small = batch.iter().map(Array::nbytes).sum::<usize>() <= LARGEST;
         let norm = output.update.as_ref().unwrap_or(&output.batch).norm.clone();
         let over_ranks = output.update.as_ref().and_then(|it| it.loss.as_ref());
         Some(Self {
             loss: over_ranks.or(output.batch.loss.as_ref())?.clone(),
             norm,
-            weight: output.batch.aux.first().filter(|_| weighted).cloned(),
+            weight: output
+                .batch
+                .aux
+                .first()
+                .filter(|_| context.options.weighted)
+                .cloned(),
             batch: batch.iter().filter(|_| is_small).cloned().collect(),
-            graph: graph.filter(|_| is_small),
+            graph: context
+                .graph
+                .as_ref()
+                .filter(|_| is_small)
+                .map(|(graph, _)| graph.clone()),
         })
     }
 
@@ -173,7 +179,7 @@ impl Recent {
                 return Ok(Some(format!("{name} has NaN or infinite values")));
             }
         }
-        let Some((graph, _)) = &self.graph else {
+        let Some(graph) = &self.graph else {
             return Ok(None);
         };
         let extremes = graph.extremes(&self.batch).map_err(mlx)?;
@@ -187,7 +193,13 @@ impl Recent {
         store: &Store,
         context: &Context<'_>,
     ) -> PyResult<String> {
-        let bad = match (&self.graph, &store.engine) {
+        let now = context.graph.as_ref();
+        let now = now.filter(|(graph, _)| {
+            self.graph
+                .as_ref()
+                .is_some_and(|its| Rc::ptr_eq(its, graph))
+        });
+        let bad = match (now, &store.engine) {
             (Some(graph), Some(engine)) => {
                 self.bad_gradients(py, (store, engine), graph, context)?
             }
