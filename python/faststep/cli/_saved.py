@@ -44,7 +44,8 @@ def refuse(config: Config, given: Path) -> None:
     if file.exists() and (not _is_ours(file) or (file.samefile(given) and not is_saved(config))):
         raise Exit(
             f"{file}: expected no {NAME} in the folder of the run but that of a run, found a file of yours, which "
-            f"would be written over: choose another folder by `run: FOLDER` or `--set run=FOLDER`, for example {run / 'run'}"
+            "would be written over: choose another folder by `run: FOLDER` or `--set run=FOLDER`, for example "
+            f"{run / 'run'}"
         )
 
 
