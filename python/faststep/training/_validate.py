@@ -91,7 +91,7 @@ def evaluate(
     average, predictions, count = Average(), Predictions(step.loss_fn), 0
     if predictions.metrics and ranks is not None and ranks.group is not None:
         names = ", ".join(predictions.metrics)
-        raise ValueError(f"metrics ({names}): expected means over batches with several ranks, got one of all predictions")
+        raise ValueError(f"metrics ({names}): expected means over batches where there are ranks, got all predictions")
     unread: deque[tuple[dict[str, Any], Any, dict[str, Any]]] = deque()
     start = getattr(batches, "state", None)
     try:
