@@ -29,6 +29,9 @@ const MOST: usize = 16;
 /// New graphs in a row behind which none is looked for any more.
 const NEVER_AGAIN: usize = 16;
 
+/// A graph, and the arrays that it ends in.
+type Found = (Rc<KnownGraph>, Vec<Array>);
+
 /// The graphs of a step's updates.
 #[derive(Default)]
 pub struct Updates {
@@ -44,12 +47,12 @@ impl Updates {
         tracers: &Tracers,
         (form, roots): (&Form, &Roots),
         key: &Array,
-    ) -> MlxResult<Option<(Rc<KnownGraph>, Vec<Array>, bool)>> {
+    ) -> MlxResult<Option<(Found, bool)>> {
         if self.new_in_a_row >= NEVER_AGAIN {
             return Ok(None);
         }
         let follows = |graph: &KnownGraph| graph.follows(tracers, form, roots);
-        let mut found = self.graphs.find(&follows, key)?;
+        let mut found = self.graphs.find(follows, key)?;
         let mut is_new = false;
         if found.is_none() {
             unlocked(py, || tracers.settle(roots, false))?;
@@ -59,11 +62,11 @@ impl Updates {
             if is_new {
                 self.graphs.add(new, key)?;
                 self.graphs.keep(MOST);
-                found = self.graphs.find(&follows, key)?; // compiled from the first call on: all calls have the same bits
+                found = self.graphs.find(follows, key)?; // compiled from the first call on: all calls have the same bits
             }
         }
         self.new_in_a_row = if is_new { self.new_in_a_row + 1 } else { 0 };
-        Ok(found.map(|(graph, leaves)| (graph, leaves, is_new)))
+        Ok(found.map(|found| (found, is_new)))
     }
 }
 
@@ -246,7 +249,7 @@ impl Update {
         } else {
             None
         };
-        if let Some((graph, leaves, is_new)) = found {
+        if let Some(((graph, leaves), is_new)) = found {
             held = graph.take_held().map_err(mlx)?;
             let made = graph.run(&given.arrays, &leaves, key).map_err(mlx)?;
             if !is_new {

@@ -160,9 +160,10 @@ impl Store {
         }
         let class = class_name(optimizer)?;
         if let Some(reason) = reason {
-            let what = match self.transforms {
-                true => "the transform of the gradients, or ",
-                false => "",
+            let what = if self.transforms {
+                "the transform of the gradients, or "
+            } else {
+                ""
             };
             return Ok(format!(
                 "{what}the update of the optimizer ({class}) {reason}"

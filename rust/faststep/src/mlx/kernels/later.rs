@@ -34,7 +34,7 @@ pub fn looks() -> bool {
 
 /// Return whether MLX only asks for a kernel: no compiler runs then, and its call is to fail.
 pub fn is_refused(command: &Command) -> bool {
-    // SAFETY: no conditions, as below.
+    // SAFETY: no conditions.
     let call = unsafe { faststep_kernel_call() };
     if call != KERNEL_LOOK && call != KERNEL_ASK {
         return false;
@@ -45,6 +45,7 @@ pub fn is_refused(command: &Command) -> bool {
         Ok(text) if call == KERNEL_ASK => ask(command, text),
         _ => 0,
     };
+    // SAFETY: no conditions.
     unsafe { faststep_kernel_refused(number) };
     true
 }
