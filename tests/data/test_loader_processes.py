@@ -92,21 +92,21 @@ def test_what_cannot_be_read_elsewhere() -> None:
 
 MINE = """
     import numpy as np
-    import neighbour
+    import beside_mine
 
     class Rows:
         def __len__(self):
             return 12
 
         def __getitem__(self, index):
-            return np.full(8, index, dtype=np.float32) / 12, np.full(4, neighbour.factor * index, dtype=np.float32)
+            return np.full(8, index, dtype=np.float32) / 12, np.full(4, beside_mine.factor * index, dtype=np.float32)
 """
 
 
 def test_a_file_of_a_config_is_found_in_the_process(tmp_path: Path) -> None:
-    """It is on no import path, and imports its neighbour."""
+    """It is on no import path, and imports another file of its folder."""
     text = GOOD.replace("{use: arrays, file: data.npz}", "{use: 'rows_of_mine.py:Rows'}")
-    files = {"rows_of_mine": MINE, "neighbour": "factor = 0.5"}
+    files = {"rows_of_mine": MINE, "beside_mine": "factor = 0.5"}
     plain = train(make(tmp_path, text, **files))
     assert train(make(tmp_path, text, "data.workers=2", "data.processes=true", **files)) == plain
     assert "data.processes: set, but nothing reads it" in refusal(tmp_path, text, "data.processes=true", **files)

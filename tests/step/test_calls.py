@@ -234,6 +234,7 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
         "max_loss": 1e3,
         "compute_dtype": mx.bfloat16,
         "ema_decay": 0.75,
+        "transform": lambda model, gradients: gradients,
         "compile": False,
         "replay": False,
         "in_flight": 1,

@@ -67,7 +67,7 @@ def test_options_are_those_of_the_trainer(tmp_path: Path) -> None:
     validation = "data.validation={use: arrays, file: rows.npz, stop: 8, names: [x, label]}"
     built = make(tmp_path, MLP, validation, "train.patience=3", "run=runs/x")
     names = {"step", "loader", "validation", "metrics", "callbacks", "loggers", "config"}
-    names.add("load_best_at_end")  # for what a program does behind the training; commands take --best
+    names |= {"load_best_at_end", "fast_dev_run"}  # commands take --best and --fast-dev-run
     assert set(built.options) == set(inspect.signature(Trainer).parameters) - names
     assert (built.options["run"], built.options["steps"], built.options["patience"]) == ("runs/x", 3, 3)
     assert built.logs == {"csv": False, "tensorboard": False, "wandb": None, "mlflow": None, "trackio": None}

@@ -1,10 +1,12 @@
 #include "cpu/blocks/program.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "mlx/backend/cpu/encoder.h"
@@ -136,6 +138,7 @@ class Program::Builder {
     for (const auto& in : kernel.*is_input) {
       if (constants.contains(in.id())) {
         known_[in.id()] = single(in.itemsize(), bytes_of(in));
+        numbers_.insert(known_[in.id()]);
         it_->inputs_.emplace_back();
       } else {
         it_->inputs_.emplace_back(add({Place::input, it_->inputs_.size(), in.itemsize(), in.ndim() == 0}));
@@ -212,6 +215,8 @@ class Program::Builder {
         return true;
       }
       loop = cast_of(first.dtype(), array.dtype());
+    } else if (name == "Power" && numbers_.contains(in[1])) {
+      return take_power(array, in[0], in[1]);
     } else {
       const auto& last = array.inputs().back();
       bool alike = name == "Select" ? array.inputs()[1].dtype() == last.dtype() : first.dtype() == last.dtype();
@@ -222,6 +227,24 @@ class Program::Builder {
     }
     auto out = is_single ? single(array.itemsize()) : add({Place::room, rooms_++, array.itemsize(), false});
     step(loop, out, in);
+    known_[array.id()] = out;
+    return true;
+  }
+
+  // A power of a number in the source. Compilers make a product of the second one.
+  bool take_power(const mx::array& array, size_t base, size_t number) {
+    float exponent = 0;
+    std::memcpy(&exponent, it_->constants_[it_->places_[number].number].data(), sizeof(exponent));
+    bool is_known = array.dtype() == mx::float32 && !it_->places_[base].single && exponent != 0 && std::abs(exponent) != 1;
+    if (!is_known) {
+      return false;
+    }
+    auto out = add({Place::room, rooms_++, array.itemsize(), false});
+    if (exponent == 2) {
+      step(loop_of("Multiply", array.dtype(), 0), out, {base, base});
+    } else {
+      step(loop_of("Power", array.dtype(), 2), out, {base, number});
+    }
     known_[array.id()] = out;
     return true;
   }
@@ -282,6 +305,7 @@ class Program::Builder {
 
   std::shared_ptr<Program> it_ = std::make_shared<Program>();
   std::unordered_map<uintptr_t, size_t> known_; // the places of arrays
+  std::unordered_set<size_t> numbers_; // places of numbers in the source
   size_t rooms_ = 0;
   bool fits_ = true;
 };
