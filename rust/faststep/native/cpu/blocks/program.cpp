@@ -233,18 +233,18 @@ class Program::Builder {
 
   // A power of a number in the source. Compilers make a product of the second one.
   bool take_power(const mx::array& array, size_t base, size_t number) {
-    float exponent = 0;
-    std::memcpy(&exponent, it_->constants_[it_->places_[number].number].data(), sizeof(exponent));
-    bool is_known = array.dtype() == mx::float32 && !it_->places_[base].single && exponent != 0 && std::abs(exponent) != 1;
-    if (!is_known) {
+    const auto* bytes = it_->constants_[it_->places_[number].number].data();
+    bool is_wide = array.dtype() == mx::float32;
+    float exponent = is_wide       ? *reinterpret_cast<const float*>(bytes)
+        : array.dtype() == mx::float16 ? static_cast<float>(*reinterpret_cast<const mx::float16_t*>(bytes))
+                                       : static_cast<float>(*reinterpret_cast<const mx::bfloat16_t*>(bytes));
+    bool is_known = exponent != 0 && std::abs(exponent) != 1 && (exponent != 2 || is_wide);
+    auto loop = is_known && exponent == 2 ? loop_of("Multiply", array.dtype(), 0) : loop_of("Power", array.dtype(), 2);
+    if (!is_known || loop == nullptr || it_->places_[base].single) {
       return false;
     }
     auto out = add({Place::room, rooms_++, array.itemsize(), false});
-    if (exponent == 2) {
-      step(loop_of("Multiply", array.dtype(), 0), out, {base, base});
-    } else {
-      step(loop_of("Power", array.dtype(), 2), out, {base, number});
-    }
+    step(loop, out, {base, exponent == 2 ? base : number});
     known_[array.id()] = out;
     return true;
   }
