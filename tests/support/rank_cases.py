@@ -180,6 +180,7 @@ CASES |= {
     "frozen": Same(make=frozen, joined=True),
     "average": Same(joined=True, rules={"ema_decay": 0.5}),
     "own_optimizer": Same(optimizer=Signs, accumulate=2),
+    "transform": Same(joined=True, here=lambda rank: {"transform": lambda model, gradients: dict(gradients)}),
     "uncompiled": Same(joined=True, here=lambda rank: {"compile": rank != 1}),
     "plain": Same(reading, joined=True, here=lambda rank: {"compile": rank != 0}),
     "replayed": Same(joined=True, rules={"max_grad_norm": 0.5}, here=lambda rank: {"replay": rank == 1}, steps=12),

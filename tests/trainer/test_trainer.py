@@ -649,6 +649,12 @@ def test_a_resume_says_what_is_another_than_before(tmp_path: Path) -> None:
         new_trainer(tmp_path / "other", steps=6).train(resume=True)
 
 
+def test_a_function_among_the_options_is_the_same_in_another_process(tmp_path: Path) -> None:
+    for steps in (2, 3):  # it lies at another address each time
+        new_trainer(tmp_path, new_step(transform=lambda model, gradients: gradients), steps=steps).train()
+    assert events(tmp_path, "resume") == []
+
+
 def test_numbered_folders(tmp_path: Path) -> None:
     (tmp_path / "cnn-7x").mkdir()
     for number in (8, 9):

@@ -145,8 +145,8 @@ def fast_step(
         **named: Arguments of the loss function by name; the options above are not among them.
 
     Returns:
-        What the loss function returned, lazily; with a `group` the loss is, where there was an update, the mean over
-        its window and all ranks.
+        What the loss function returned, lazily. With a `group`, a call that updates returns the mean loss over the
+        window and all ranks in place of its own.
 
     Raises:
         RankError: As a `Step`'s call does.

@@ -43,6 +43,19 @@ class Options(NamedTuple):
         """Return those among the arguments of a call."""
         return cls(*(arguments[name] for name in cls._fields))
 
+    def plain(self) -> dict[str, Any]:
+        """Return the options as values that other processes have too: a dtype as text, a function by its name."""
+        return {name: _plain(value) for name, value in self._asdict().items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if not callable(value):
+        return str(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
 
 def whole_number(name: str, value: int, least: int) -> int:
     """Return an option that is a count, checked.

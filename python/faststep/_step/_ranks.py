@@ -142,7 +142,7 @@ def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str,
     shapes = [f"{name} {_dtype(array)} {list(array.shape)}" for name, array in arrays.items()]
     optimizer = optimizer.own if isinstance(optimizer, OwnOptimizer) else optimizer
     numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
-    chosen = {name: value for name, value in options._asdict().items() if name not in _FREE}
+    chosen = {name: value for name, value in options.plain().items() if name not in _FREE}
     kind = type(optimizer)
     return [
         _Part(

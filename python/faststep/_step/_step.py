@@ -241,7 +241,7 @@ class Step(Generic[M, T]):
         update: a rank without a batch adds nothing to the average.
 
         Returns:
-            Whether there was a window, on any rank.
+            True if there was a window to update by, on any rank.
 
         Raises:
             RuntimeError: As a step does.

@@ -1,4 +1,4 @@
-"""What a training is made of, kept with its checkpoints: a resume names what is another now."""
+"""Loss, optimizer and options of a training, kept with its checkpoints: a resume names those that have changed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def made_of(step: Step) -> dict[str, dict[str, Any]]:
 
     Learning rates are left out: `_rates` tells of those. So are the data: a loader compares its own state.
     """
-    options = {"accumulate": step.accumulate, **step.options._asdict()}
-    options = {name: _text(value) for name, value in options.items() if name not in _SAME_NUMBERS}
+    options = {"accumulate": step.accumulate, **step.options.plain()}
+    options = {name: value for name, value in options.items() if name not in _SAME_NUMBERS}
     parts = [(f"optimizer {i}" if i else "optimizer", each) for i, each in enumerate(_rates.parts(step.optimizer))]
     return {"loss": _function(step.loss_fn), "step": options, **{name: _settings(each) for name, each in parts}}
 
@@ -61,7 +61,3 @@ def _settings(optimizer: Any) -> dict[str, Any]:
         if not name.startswith("_") and (isinstance(value, _PLAIN) or is_list):
             found[name] = list(value) if is_list else value
     return found
-
-
-def _text(value: Any) -> Any:
-    return value if value is None or isinstance(value, _PLAIN) else str(value)

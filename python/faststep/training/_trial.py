@@ -25,7 +25,7 @@ class OneBatch:
 
     @property
     def on_wait(self) -> Any:
-        """The other loader's."""
+        """Function that is called while a batch is waited for: the other loader's."""
         return self._loader.on_wait
 
     @on_wait.setter

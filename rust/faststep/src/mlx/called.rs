@@ -392,7 +392,7 @@ pub fn compiled(graph: Rc<CallGraph>, traced: usize) -> Compiled {
     let mut function = compile(body, false);
     Box::new(move |arrays| {
         let outputs = function(arrays)?;
-        fuse::in_blocks(&outputs)?;
+        fuse::in_blocks(&outputs)?; // some are evaluated before the trace that they are part of has been made
         Ok(outputs)
     })
 }

@@ -3,7 +3,6 @@
 // meanwhile, and takes over once it is there.
 #include "cpu/blocks/blocks.hpp"
 
-#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <typeinfo>
@@ -23,7 +22,7 @@ namespace mx = mlx::core;
 
 namespace {
 
-// Whether the library of that number has been made; null: no kernel is computed in blocks.
+// A function of `later.rs`: whether the library with this number is there. Null: all kernels are left to MLX.
 bool (*is_made)(uint64_t number) = nullptr;
 
 constexpr int patience = 16; // evaluations, from which on a compiler's second pays

@@ -239,11 +239,12 @@ class Program::Builder {
         : array.dtype() == mx::float16 ? static_cast<float>(*reinterpret_cast<const mx::float16_t*>(bytes))
                                        : static_cast<float>(*reinterpret_cast<const mx::bfloat16_t*>(bytes));
     bool is_known = exponent != 0 && std::abs(exponent) != 1 && (exponent != 2 || is_wide);
-    auto loop = is_known && exponent == 2 ? loop_of("Multiply", array.dtype(), 0) : loop_of("Power", array.dtype(), 2);
-    if (!is_known || loop == nullptr || it_->places_[base].single) {
+    bool is_single = it_->places_[base].single;
+    auto loop = is_known && exponent == 2 ? loop_of("Multiply", array.dtype(), 0) : loop_of("Power", array.dtype(), is_single ? 0 : 2);
+    if (!is_known || loop == nullptr || numbers_.contains(base)) {
       return false;
     }
-    auto out = add({Place::room, rooms_++, array.itemsize(), false});
+    auto out = is_single ? single(array.itemsize()) : add({Place::room, rooms_++, array.itemsize(), false});
     step(loop, out, {base, exponent == 2 ? base : number});
     known_[array.id()] = out;
     return true;
@@ -343,6 +344,7 @@ class Program::Task {
       shape_ = std::move(shape);
       join_axes(shape_, brought_);
     }
+    find_moving();
   }
 
   void operator()() const {
@@ -388,8 +390,9 @@ class Program::Task {
     }
   }
 
-  // What is known once all places are.
-  void settle() {
+ private:
+  // The places that move on with each block.
+  void find_moving() {
     for (size_t i = 0; i < at_.size(); ++i) {
       const auto& place = program_->places_[i];
       bool moves = (place.kind == Place::input && !place.single) || place.kind == Place::output;
@@ -401,7 +404,6 @@ class Program::Task {
     }
   }
 
- private:
   static void run(const Step& step, char* const* now, int n) {
     const char* in[] = {now[step.in[0]], now[step.in[1]], now[step.in[2]]};
     step.loop(now[step.out], in, n);
@@ -487,9 +489,7 @@ void Program::dispatch(
     const std::vector<mx::array>& inputs,
     std::vector<mx::array>& outputs,
     mx::Stream stream) {
-  Task task(std::move(program), inputs, outputs);
-  task.settle();
-  mx::cpu::get_command_encoder(stream).dispatch(std::move(task));
+  mx::cpu::get_command_encoder(stream).dispatch(Task(std::move(program), inputs, outputs));
 }
 
 } // namespace faststep::blocks

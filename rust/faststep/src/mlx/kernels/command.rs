@@ -32,9 +32,8 @@ impl<'a> Command<'a> {
 
     /// The command with more flags; MLX's options come later and win.
     pub fn with_flags(&self, flags: &str) -> String {
-        let (options, source, library) =
-            (self.options, self.source.display(), self.library.display());
-        format!("{BEGIN}{flags} {options} \"{source}\" -o \"{library}{END}")
+        let text = self.of(self.source, self.library);
+        format!("{BEGIN}{flags} {}", &text[BEGIN.len()..])
     }
 
     /// MLX's command for other files.

@@ -6,7 +6,7 @@ use mlx_rs::{error::Result, transforms::compile::compile, Array};
 
 use super::short;
 use crate::{
-    mlx::{array, fuse},
+    mlx::array,
     optim::{Rules, UpdateOutput},
     trace::{host::Host, recipe::Recipe},
 };
@@ -63,7 +63,6 @@ impl CompiledUpdate {
             .chain(weights)
             .chain(good);
         let mut outputs = (function.call)(&inputs.cloned().collect::<Vec<_>>())?;
-        fuse::in_blocks(&outputs)?;
         let new_state = outputs.split_off(weights.len());
         let indices = function.state.borrow().clone();
         Ok(UpdateOutput {
