@@ -48,9 +48,12 @@ def test_memory_is_given_back_when_others_take_it() -> None:
 
 def test_memory_stays_flat_and_is_given_back() -> None:
     row = Row("mlp", "adamw", 0.05)
+    (x, y), *_ = row.case.batches(1)
+    mx.eval(x, y)
+    gc.collect()
+    start = mx.get_active_memory()
     pair = row.new()
     step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=True, max_traces=4)
-    (x, y), *_ = row.case.batches(1)
     for _ in range(100):
         step(x, y)
     mx.synchronize()
@@ -67,9 +70,8 @@ def test_memory_stays_flat_and_is_given_back() -> None:
         mx.synchronize()
         held.append(mx.get_active_memory())
     assert max(held[4:]) <= 1.1 * max(held[:5]), held
-    captured = step.stats.bytes["replay"]
+    assert step.stats.bytes["replay"] > 0
     del step, pair
     gc.collect()
     mx.synchronize()
-    assert captured > 0
-    assert mx.get_active_memory() <= held[-1] - captured, (held, captured)
+    assert mx.get_active_memory() <= start + 512, (start, held)  # random keys, flags

@@ -17,6 +17,7 @@ from faststep.data._options import check_options
 from faststep.data._order import Keys
 from faststep.data._pack import Pack
 from faststep.data._pipeline import Pipeline
+from faststep.data._workers import EXIT_SECONDS
 from faststep.data._processes import Processes
 from faststep.data._reader import Reader
 from faststep.data._source import Columns, Items, Stream, open_source
@@ -309,13 +310,11 @@ class Loader:
                 del taken, task, made  # or the batch would be held while the next one is made
                 before = time.perf_counter()
             self._epoch, self._position, self._resume = self._epoch + 1, 0, None
-        except KeyboardInterrupt:
-            run.close(wait=False)  # the threads end by themselves after their item, which may wait for something
-            self._run = None
-            raise
         finally:
             if not run.closed:
-                run.close()
+                run.close(seconds=EXIT_SECONDS)  # an item may wait for something, and Ctrl-C come anywhere
+            if self._run is run:
+                self._run = None
 
     def _begin(self) -> Pipeline:
         """Start to make batches."""

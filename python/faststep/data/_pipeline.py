@@ -76,17 +76,18 @@ class Pipeline:
             self._fill()
         return result
 
-    def close(self, *, wait: bool = True) -> None:
-        """Make no more batches.
+    def close(self, *, seconds: float | None = None) -> None:
+        """Make no more batches, and wait for the threads, which end after their item.
 
         Args:
-            wait: Whether to return when the threads have ended; without, they end by themselves after their item.
+            seconds: How long to wait for them; None: until they have ended.
         """
         self.closed = True
         for pool in self.pools:
             pool.stop()
-        for pool in self.pools if wait else ():
-            pool.join()
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for pool in self.pools:
+            pool.join(deadline)
         self.ready.clear()
 
     def _fill(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-EXIT_SECONDS = 2.0  # for which a worker that is inside the user's code can hold up the end of the process
+EXIT_SECONDS = 2.0  # for which workers that are inside the user's code can hold up the end of a loop or of the process
 
 Job = tuple["Future[Any]", Callable[[], Any]]
 
@@ -67,11 +68,15 @@ class Workers:
         for _ in self.threads:
             self.jobs.put(None)
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the threads have ended; the one that calls is passed over, should it be one of them."""
+    def join(self, deadline: float | None = None) -> None:
+        """Wait until the threads have ended; the one that calls is passed over, should it be one of them.
+
+        Args:
+            deadline: Of `time.monotonic`, in seconds, after which they are left to end by themselves.
+        """
         for thread in self.threads:
             if thread is not threading.current_thread():
-                thread.join(timeout)
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def _work(jobs: queue.SimpleQueue[Job | None], stopped: threading.Event, device: mx.Device) -> None:
@@ -116,5 +121,6 @@ def _stop_all() -> None:
     workers = list(_alive)
     for each in workers:
         each.stop()
+    deadline = time.monotonic() + EXIT_SECONDS
     for each in workers:
-        each.join(EXIT_SECONDS)
+        each.join(deadline)
