@@ -17,7 +17,6 @@ from faststep.data._options import check_options
 from faststep.data._order import Keys
 from faststep.data._pack import Pack
 from faststep.data._pipeline import Pipeline
-from faststep.data._workers import EXIT_SECONDS
 from faststep.data._processes import Processes
 from faststep.data._reader import Reader
 from faststep.data._source import Columns, Items, Stream, open_source
@@ -25,6 +24,7 @@ from faststep.data._stack import stack
 from faststep.data._state import VERSION, check_same, checksum, name_of, place_of
 from faststep.data._stats import LoaderStats
 from faststep.data._tree import Tree
+from faststep.data._workers import EXIT_SECONDS
 
 
 class Loader:
