@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from faststep import Step
 from support.helpers import Row, assert_close, snapshot
-from support.replays import NEEDS_REPLAY, STEPS, is_captured, replayed, tolerance
+from support.replays import NEEDS_CPU, NEEDS_REPLAY, STEPS, is_captured, replayed, tolerance
 
 pytestmark = [NEEDS_REPLAY, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
 
@@ -75,3 +75,27 @@ def test_memory_stays_flat_and_is_given_back() -> None:
     gc.collect()
     mx.synchronize()
     assert mx.get_active_memory() <= start + 512, (start, held)  # random keys, flags
+
+
+@NEEDS_CPU
+def test_captures_on_a_cpu_share_their_memory() -> None:
+    """They run one after the other: batches of ten sizes take no more than the largest."""
+    row = Row("mlp", "adamw", 0.05)
+    (x, y), *_ = row.case.batches(1)
+    x, y = mx.repeat(x, 64, axis=0), mx.repeat(y, 64, axis=0)
+    ends = []
+    for replay in (False, True):
+        pair = row.new()
+        step = Step(*pair, row.case.loss_fn, max_grad_norm=0.05, replay=replay)
+        held = []
+        for size in range(len(x), len(x) - 10, -1):
+            for _ in range(STEPS):
+                step(x[:size], y[:size])
+            held.append(step.stats.bytes["replay"])
+        for size in range(len(x) - 10, len(x)):
+            step(x[: size + 1], y[: size + 1])
+        ends.append(snapshot(*pair))
+    assert is_captured(step), replayed(step)
+    assert len(step.stats.traces) == 10
+    assert held[-1] <= 1.1 * held[0], held
+    assert_close(ends[1], ends[0], 0)

@@ -334,6 +334,8 @@ int faststep_dequantize(
 void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept;
 // Let those that compute these arrays, and what they are made of, be such.
 int faststep_blocks(const void* const* arrays, size_t count);
+// The number of kernels that the calling thread has had computed in blocks.
+size_t faststep_blocks_computed() noexcept;
 // What MLX calls the compiler for, on this thread; and the answer where it is refused, with the number of what has been asked for.
 faststep::KernelCall faststep_kernel_call() noexcept;
 void faststep_kernel_refused(uint64_t number) noexcept;

@@ -727,10 +727,6 @@ const CallGraph& graph_of(const void* graph) {
   return *static_cast<const CallGraph*>(graph);
 }
 
-mx::Stream stream_of(const mx::array& array) {
-  return array.has_primitive() ? array.primitive().stream() : mx::default_stream(mx::default_device());
-}
-
 void give(const Arrays& arrays, void** out) {
   std::transform(arrays.begin(), arrays.end(), out, [](const auto& array) { return owned(array); });
 }
@@ -758,8 +754,7 @@ int faststep_in_tracing(void (*work)(void*), void* context) {
 
 int faststep_tracer(const void* array, void** tracer) {
   return guarded([&] {
-    const auto& traced = faststep::at(array);
-    auto made = mlx::core::copy(traced, faststep::called::stream_of(traced));
+    auto made = mlx::core::copy(faststep::at(array)); // on the default stream, on which `depends` of a checkpoint goes on
     made.set_tracer(true);
     *tracer = owned(std::move(made));
   });

@@ -9,7 +9,7 @@ use mlx_rs::Array;
 
 use super::{
     meter::Reading,
-    replay::{Kept, Resident},
+    replay::{Called, Kept, Resident},
     sample::Seen,
     StageClock,
 };
@@ -112,6 +112,7 @@ pub struct Engine {
     pub(super) fresh: Vec<Array>,
     pub(super) schedule: Schedule<Array>,
     pub(super) captures: Vec<Kept>, // the one used last last; before the arrays that they write
+    pub(super) called: Option<Called>,
     pub(super) resident: Option<Resident>,
     pub(super) residents: usize, // so many there have been
     pub(super) clock: Arc<StageClock>,

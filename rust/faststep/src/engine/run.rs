@@ -218,6 +218,7 @@ impl Engine {
 
     fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
         let started = Instant::now();
+        self.pace(trace);
         let metered = self.sample(trace, owner)?;
         let (outputs, updates) = match self.replayed(trace, call) {
             Ok(launch) => {
@@ -284,6 +285,7 @@ impl Engine {
         let updates = replaces && trace.recipe.part != Part::Batch;
         let mut work = Work::new(trace, inputs, outputs);
         let evaluated = &mut trace.evaluated;
+        let blocks = fuse::computed_in_blocks();
         let done = self.scheduled(owner, |schedule, device| {
             schedule.evaluate(device, &mut work, evaluated, replaces)
         });
@@ -292,6 +294,7 @@ impl Engine {
             self.put_back(inputs); // it has not been submitted
         }
         done?;
+        trace.capture.in_blocks = fuse::computed_in_blocks() > blocks;
         if let Some(rehearsal) = rehearsal {
             self.capture(trace, rehearsal, &work.outputs, owner)?;
         }

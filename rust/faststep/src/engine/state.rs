@@ -76,6 +76,7 @@ impl Engine {
             fresh: Vec::new(),
             schedule: Schedule::new(false),
             captures: Vec::new(),
+            called: None,
             resident: None,
             residents: 0,
             clock: Arc::default(),

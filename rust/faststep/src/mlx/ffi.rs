@@ -346,6 +346,7 @@ extern "C" {
     ) -> c_int;
     pub(crate) fn faststep_blocks_begin(is_made: extern "C" fn(u64) -> bool);
     pub(crate) fn faststep_blocks(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_blocks_computed() -> usize;
     pub(crate) fn faststep_kernel_call() -> c_int;
     pub(crate) fn faststep_kernel_refused(number: u64);
     pub(crate) fn faststep_temp_directory_path(

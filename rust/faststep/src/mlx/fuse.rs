@@ -7,7 +7,8 @@
 use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
-    check, faststep_blocks, faststep_fuse, faststep_fuse_casts, faststep_kinds, handles,
+    check, faststep_blocks, faststep_blocks_computed, faststep_fuse, faststep_fuse_casts,
+    faststep_kinds, handles,
 };
 
 /// Let the fused kernels that compute these arrays cast their inputs themselves, where that makes them larger: where MLX has a
@@ -29,6 +30,12 @@ pub(crate) fn in_blocks(arrays: &[Array]) -> Result<()> {
     let handles = handles(arrays);
     // SAFETY: as in `in_place`.
     check(unsafe { faststep_blocks(handles.as_ptr(), handles.len()) })
+}
+
+/// The number of kernels that the calling thread has had computed in blocks.
+pub(crate) fn computed_in_blocks() -> usize {
+    // SAFETY: no conditions.
+    unsafe { faststep_blocks_computed() }
 }
 
 /// Let the fused kernels that compute these arrays take over the memory of inputs that nobody else holds when they run.

@@ -36,6 +36,7 @@ struct Call {
 };
 
 thread_local Call call;
+thread_local size_t computed = 0; // evaluations in blocks
 
 class InBlocks : public mx::Compiled {
  public:
@@ -55,7 +56,7 @@ class InBlocks : public mx::Compiled {
     }
     ++evaluations_;
     if (!is_compiled_ && (evaluations_ == 1 || evaluations_ == patience)) {
-      if (computes(evaluations_ == 1 ? KernelCall::look : KernelCall::ask, inputs, outputs)) {
+      if (is_computed(evaluations_ == 1 ? KernelCall::look : KernelCall::ask, inputs, outputs)) {
         is_compiled_ = true;
         return;
       }
@@ -65,12 +66,13 @@ class InBlocks : public mx::Compiled {
     if (is_compiled_) {
       return Compiled::eval_cpu(inputs, outputs);
     }
+    ++computed;
     blocks::Program::dispatch(program_, inputs, outputs, stream());
   }
 
  private:
   // Whether MLX has a library of the kernel, and so has computed it. It allocates nothing before it calls the compiler.
-  bool computes(KernelCall way, const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  bool is_computed(KernelCall way, const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
     call = {way};
     bool done = true;
     try {
@@ -123,6 +125,10 @@ void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept {
   if (faststep::blocks::can_loop()) {
     faststep::is_made = is_made;
   }
+}
+
+size_t faststep_blocks_computed() noexcept {
+  return faststep::computed;
 }
 
 faststep::KernelCall faststep_kernel_call() noexcept {

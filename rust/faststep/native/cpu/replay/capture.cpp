@@ -272,7 +272,7 @@ void Capture::plan(
   }
   records.memory_ = std::make_unique<Allocations>(fixed + plan.bytes, std::move(places));
   records.fixed_bytes_ = fixed;
-  records.info.bytes = fixed + plan.bytes;
+  records.info.bytes = records.memory_->own_bytes();
 }
 
 // The other values are copied when all else is done.

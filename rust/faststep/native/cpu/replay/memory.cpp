@@ -50,7 +50,7 @@ class Region {
   }
   ~Region() {
     if (!block_) {
-      munmap(begin_, static_cast<size_t>(end() - begin_));
+      munmap(begin_, bytes());
     }
   }
   Region(const Region&) = delete;
@@ -63,7 +63,12 @@ class Region {
     return reinterpret_cast<char*>(end_);
   }
 
-  Allocations* pass = nullptr; // none: it is over
+  size_t bytes() const {
+    return static_cast<size_t>(end() - begin());
+  }
+
+  Allocations* pass = nullptr; // the last one; none: it is over
+  size_t passes = 0; // that have not been closed
   size_t in_use = 0; // buffers
 
  private:
@@ -84,20 +89,29 @@ mx::allocator::Allocator& (*own_allocator)() = nullptr;
 
 thread_local Allocations* pass = nullptr;
 
+// The block of the thread's last capture: captures run one after the other, and none needs what another one has left in it.
+thread_local std::weak_ptr<Region> last_block;
+
 // The regions that buffers may lie in, and the buffers of static arrays that have been lent, each so often.
 class Registry {
  public:
-  void add(std::shared_ptr<Region> region) {
+  void open(const std::shared_ptr<Region>& region, Allocations* pass) {
     std::lock_guard lock(mutex_);
-    regions_.emplace(region->begin(), std::move(region));
-    ++count_;
+    region->pass = pass;
+    ++region->passes;
+    if (regions_.emplace(region->begin(), region).second) {
+      ++count_;
+    }
   }
 
-  // Its pass is over.
-  void close(const std::shared_ptr<Region>& region) {
+  // A pass is over.
+  void close(const std::shared_ptr<Region>& region, const Allocations* pass) {
     std::shared_ptr<Region> dropped; // when it is unlocked: its memory is freed by way of this
     std::lock_guard lock(mutex_);
-    region->pass = nullptr;
+    --region->passes;
+    if (region->pass == pass) {
+      region->pass = nullptr;
+    }
     dropped = drop(region->begin());
   }
 
@@ -143,7 +157,7 @@ class Registry {
  private:
   std::shared_ptr<Region> drop(char* begin) {
     auto found = regions_.find(begin);
-    if (found == regions_.end() || found->second->pass != nullptr || found->second->in_use > 0) {
+    if (found == regions_.end() || found->second->passes > 0 || found->second->in_use > 0) {
       return nullptr;
     }
     auto dropped = std::move(found->second);
@@ -220,16 +234,22 @@ mx::allocator::Allocator& allocator() {
 Allocations::Allocations() : learns_(true) {}
 
 Allocations::Allocations(size_t bytes, std::vector<Place> places) : places_(std::move(places)), learns_(false) {
+  if (auto block = last_block.lock(); block && block->bytes() >= bytes) {
+    add(std::move(block));
+    return;
+  }
   auto block = mx::allocator::malloc(bytes + alignment);
   if (block.buffer().ptr() == nullptr) {
     throw std::bad_alloc();
   }
+  own_bytes_ = bytes;
   add(std::make_shared<Region>(std::move(block)));
+  last_block = regions_[0];
 }
 
 Allocations::~Allocations() {
   for (auto& region : regions_) {
-    registry().close(region);
+    registry().close(region, this);
   }
 }
 
@@ -258,8 +278,7 @@ char* Allocations::fixed() const {
 }
 
 void Allocations::add(std::shared_ptr<Region> region) {
-  region->pass = this;
-  registry().add(region);
+  registry().open(region, this);
   regions_.push_back(std::move(region));
 }
 

@@ -46,7 +46,7 @@ class Allocations {
 
   // To learn: each buffer has bytes of its own, which nobody but a host that makes a constant writes.
   Allocations();
-  // To record: each lies in its place.
+  // To record: each lies in its place, in the block of the thread's last capture where that is large enough.
   Allocations(size_t bytes, std::vector<Place> places);
   ~Allocations();
   Allocations(const Allocations&) = delete;
@@ -69,6 +69,10 @@ class Allocations {
   size_t order(size_t number) const;
   // The beginning of the block.
   char* fixed() const;
+  // The bytes of a block that was not there before.
+  size_t own_bytes() const {
+    return own_bytes_;
+  }
   const std::vector<Buffer>& buffers() const {
     return buffers_;
   }
@@ -91,7 +95,7 @@ class Allocations {
   std::unordered_map<const void*, size_t> latest_; // by their data
   size_t evaluation_ = 0, time_ = 0;
   bool learns_;
-  size_t left_ = 0;
+  size_t left_ = 0, own_bytes_ = 0;
   char* next_ = nullptr;
 };
 

@@ -10,7 +10,7 @@ mod launch;
 mod resident;
 mod verify;
 
-use std::rc::Rc;
+use std::{rc::Rc, time::Instant};
 
 use mlx_rs::{error::Result as MlxResult, Array};
 
@@ -31,6 +31,10 @@ pub(super) use resident::Resident;
 const RUNS: (usize, usize) = (4, 1);
 /// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free.
 const SHARE: usize = 2;
+/// What it takes to build an operation and to hand it to a CPU's worker, at most; left to the engine, a trace is captured where
+/// that is this part of a step, or more.
+const SECONDS: f64 = 1e-5;
+const GAIN: f64 = 0.05;
 /// One part in so many of the memory limit is left to others: where less is free, captures go.
 const RESERVE: usize = 32;
 /// An array of the model of which there is no second copy: from so many bytes on.
@@ -61,6 +65,14 @@ fn reserve() -> usize {
 pub(super) struct Kept {
     token: std::rc::Weak<()>,
     captured: Captured,
+}
+
+/// The last call of a trace.
+#[derive(Debug)]
+pub(super) struct Called {
+    token: std::rc::Weak<()>,
+    launched: bool,
+    at: Instant,
 }
 
 /// A trace's inputs, copied before MLX evaluates it.
@@ -143,6 +155,38 @@ impl Engine {
         self.captures.push(Kept { token, captured });
     }
 
+    /// As a trace is called: time the call before, if that was the trace's too. Where the engine is left to choose, a capture
+    /// goes that is no faster than MLX.
+    pub(super) fn pace(&mut self, trace: &mut Trace) {
+        let now = Instant::now();
+        let launched = self
+            .kept(trace)
+            .is_some_and(|at| self.captures[at].captured.doubts == 0);
+        let token = Rc::downgrade(&trace.capture.token);
+        let before = self.called.replace(Called {
+            token,
+            launched,
+            at: now,
+        });
+        let Some(before) =
+            before.filter(|it| std::ptr::eq(it.token.as_ptr(), Rc::as_ptr(&trace.capture.token)))
+        else {
+            return;
+        };
+        let seconds = (now - before.at).as_secs_f64();
+        let options = trace.recipe.options;
+        if !before.launched {
+            return trace.capture.pace.evaluated(seconds, options.in_flight);
+        }
+        let slower = trace.capture.pace.launched(seconds);
+        if let (Some(reason), Replay::Auto) = (slower, options.replay) {
+            trace.capture.refuse(reason);
+            self.captures.retain(|kept| {
+                !std::ptr::eq(kept.token.as_ptr(), Rc::as_ptr(&trace.capture.token))
+            });
+        }
+    }
+
     /// The bytes that captures and static arrays hold.
     #[must_use]
     pub fn captured_bytes(&self) -> usize {
@@ -161,7 +205,7 @@ impl Engine {
         while !self.captures.is_empty() && memory::free() < bytes {
             self.captures.remove(0);
         }
-        if self.captures.is_empty() && memory::free() < bytes {
+        if self.captures.is_empty() && (memory::free() < bytes || trace.capture.refused.is_some()) {
             self.resident = None;
         }
     }
@@ -209,6 +253,9 @@ impl Engine {
                 .ok();
         }
         let bytes = trace.evaluated.bytes?; // where it has been measured
+        if trace.recipe.options.replay == Replay::Auto && replay::is_on_cpu() && !pays(trace) {
+            return None;
+        }
         trace.capture.runs += 1;
         if trace.capture.runs <= runs.saturating_mul(1 << trace.capture.lost.min(16)) {
             return None;
@@ -305,12 +352,15 @@ impl Engine {
     }
 }
 
+// on a CPU: once a compiler has made the kernels, for which a capture would wait
+fn pays(trace: &Trace) -> bool {
+    let gain = SECONDS * f64::from(u32::try_from(trace.operations).unwrap_or(u32::MAX));
+    !trace.capture.in_blocks && !trace.capture.pace.takes(gain / GAIN)
+}
+
 fn refusal(trace: &Trace) -> Option<&'static str> {
     if let Some(reason) = replay::refusal() {
         return Some(reason);
-    }
-    if replay::is_on_cpu() && trace.recipe.options.replay == Replay::Auto {
-        return Some("on a CPU a step is captured where replay=True asks for it");
     }
     if trace.is_eager() {
         return Some("the step is not compiled");
