@@ -9,6 +9,7 @@ or the area under a curve, is an `OfAll`: a validation computes it of all predic
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ from faststep._optional import need
 
 Metric = Callable[..., Any]
 Array = np.ndarray[Any, Any]
+_SMALLER = ("val/loss", "val/perplexity")  # is better
 
 
 class OfLoss:
@@ -360,9 +362,12 @@ def direction(monitor: str, mode: str | None) -> Literal["min", "max"]:
         ValueError: `monitor` names no value of a validation, or `mode` is something else or missing.
     """
     if not monitor.startswith("val/") or monitor == "val/":
-        raise ValueError(f'monitor: expected "val/loss", or "val/" and the name of a metric, got {monitor!r}')
-    if mode is None and monitor in ("val/loss", "val/perplexity"):
+        hint = "" if "/" in monitor or not monitor else f": did you mean 'val/{monitor}'?"
+        raise ValueError(f'monitor: expected "val/loss", or "val/" and the name of a metric, got {monitor!r}{hint}')
+    if mode is None and monitor in _SMALLER:
         return "min"
     if mode not in ("min", "max"):
-        raise ValueError(f'mode: expected "min" or "max" for {monitor}, got {mode!r}')
+        alike = difflib.get_close_matches(monitor, _SMALLER, 1, 0.85) if mode is None else []
+        hint = f": did you mean monitor={alike[0]!r}?" if alike else ""
+        raise ValueError(f'mode: expected "min" or "max" for {monitor}, got {mode!r}{hint}')
     return "max" if mode == "max" else "min"

@@ -32,6 +32,8 @@ def test_a_batch_that_is_not_unpacked() -> None:
         step((X, Y))
     with pytest.raises(TypeError, match=r"The batch is one dict: call step\(\*\*batch\)"):
         step({"x": X, "y": Y})
+    with pytest.raises(TypeError, match=r"one dict with the keys a, b; the loss function takes x, y behind the model"):
+        step({"a": X, "b": Y})
     with pytest.raises(TypeError, match=r"missing a required argument: 'y'\. The batch is one tuple"):
         step.gradients((X, Y))
     assert step.stats.steps == 0
@@ -58,6 +60,10 @@ def test_an_option_that_is_misspelt(loss: Any) -> None:
         Step(nn.Linear(3, 1), optim.SGD(0.1), loss, rate=1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"accumulate: it is an option of Step\(...\), not an argument of its calls"):
         Step(nn.Linear(3, 1), optim.SGD(0.1), loss)(X, Y, accumulate=2)
+    model, optimizer = nn.Linear(3, 1), optim.SGD(0.1)
+    fast_step(model, optimizer, loss, X, Y)
+    with pytest.raises(TypeError, match="acumulate: no such option; did you mean accumulate"):
+        fast_step(model, optimizer, loss, X, Y, acumulate=2)
 
 
 def test_a_loss_may_have_an_argument_of_an_option_s_name() -> None:

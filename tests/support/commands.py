@@ -99,6 +99,10 @@ class Lines:
 
 def broken(model, x, y):
     return model.no_such_thing(x)
+
+
+def not_made():
+    return 1 / 0
 """
 
 

@@ -261,7 +261,11 @@ def test_the_users_error_keeps_its_traceback(config: Path) -> None:
     done = faststep("train", config, *set_(loss={"use": "mine.py:broken"}), status=1)
     assert "no_such_thing" in done.stderr
     assert "mine.py" in done.stderr
-    assert "loss, at step 0 (epoch 1, batch 0)" in done.stderr
+    assert re.search(r"faststep: .*: loss, at step 0 \(epoch 1, batch 0\): ", done.stderr)
+    done = faststep("train", config, *set_(loss={"use": "mine.py:not_made"}), status=2)
+    assert re.search(r"faststep: .*: loss: ZeroDivisionError: division by zero", done.stderr)
+    assert done.stderr.startswith('Traceback (most recent call last):\n  File "')
+    assert "faststep/config" not in done.stderr
 
 
 @pytest.mark.parametrize(

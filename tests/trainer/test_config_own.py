@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from faststep.config import ConfigError, build, load
+from faststep.config import CodeError, ConfigError, build, load
 from support.configs import config, make, refusal, train
 
 USER = """
@@ -148,15 +148,21 @@ def test_mistakes_about_the_users_own(tmp_path: Path, override: str, expected: s
     assert "override" in message
 
 
-def test_errors_of_the_users_code_pass_with_their_traceback(tmp_path: Path) -> None:
+def test_errors_of_the_users_code_name_the_key_and_have_their_traceback(tmp_path: Path) -> None:
     built = config(tmp_path, USERS, "model={use: user.py:broken}", **OWN_FILES)
-    with pytest.raises(KeyError, match="not there") as caught:
+    with pytest.raises(CodeError, match=r"model: KeyError: 'not there'") as caught:
         build(built)
-    assert "user.py" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    for code, kind in (("1 / 0", ZeroDivisionError), ("import not_installed", ModuleNotFoundError), ("(", SyntaxError)):
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert "user.py" in traceback.extract_tb(cause.__traceback__)[-1].filename
+    for code, kind in (
+        *(("1 / 0", ZeroDivisionError), ("{}['x']", KeyError)),
+        *(("import not_installed", ModuleNotFoundError), ("(", SyntaxError)),
+    ):
         (tmp_path / "bad.py").write_text(code, encoding="utf-8")
-        with pytest.raises(kind):
+        with pytest.raises(CodeError, match=rf"model\.use: {kind.__name__}: ") as caught:
             build(config(tmp_path, USERS, "model={use: bad.py:Model}", **OWN_FILES))
+        assert isinstance(caught.value.__cause__, kind)
 
 
 def test_a_run_that_is_resolved_finds_its_files_from_anywhere(tmp_path: Path) -> None:

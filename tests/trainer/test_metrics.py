@@ -191,6 +191,10 @@ def test_a_monitor_that_is_not_there_is_refused_at_the_first_step(tmp_path: Path
         new_trainer(tmp_path, step, monitor="val/accuracy")
     with pytest.raises(ValueError, match=r'monitor: expected "val/loss", or "val/" and the name of a metric'):
         new_trainer(tmp_path, step, monitor="accuracy", mode="max")
+    with pytest.raises(ValueError, match=r"did you mean 'val/accuracy'\?"):
+        new_trainer(tmp_path, step, monitor="accuracy")
+    with pytest.raises(ValueError, match=r"did you mean monitor='val/loss'\?"):
+        new_trainer(tmp_path, step, monitor="val/los")
     trainer = new_trainer(tmp_path, step, monitor="val/acc", mode="max")
     with pytest.raises(TrainingError, match="monitor: expected one of val/loss, val/accuracy, got val/acc") as caught:
         trainer.train()

@@ -647,6 +647,8 @@ def test_a_resume_says_what_is_another_than_before(tmp_path: Path) -> None:
         new_trainer(tmp_path, steps=6).train(resume=False)
     with pytest.raises(CheckpointError, match="expected a checkpoint to go on from, found none"):
         new_trainer(tmp_path / "other", steps=6).train(resume=True)
+    with pytest.raises(ValueError, match='resume: expected "auto", "best", True, False or the number of a step'):
+        new_trainer(tmp_path, steps=6).train(resume="yes")  # type: ignore[arg-type]
 
 
 def test_a_function_among_the_options_is_the_same_in_another_process(tmp_path: Path) -> None:

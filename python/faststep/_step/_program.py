@@ -37,6 +37,7 @@ class Program:
         """Check the options."""
         self.options = options
         self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
+        self.named: set[str] = set()  # names of arguments that are no misspelt options
         self.core = core.Step(model, optimizer, options, group)
         self.ranks = Ranks(self.core, group)
         self.unchecked = self.ranks.size > 1  # they are compared at the first step
@@ -63,8 +64,9 @@ class Program:
         named: dict[str, Any],
     ) -> _Call:
         """Return what the user passes as the native step takes it."""
-        if named and not self.calls[0]:
+        if named and not named.keys() <= self.named:
             refuse_options(loss_fn, named)
+            self.named |= named.keys()
         self.calls[0] += 1
         refuse_average(model)
         if isinstance(optimizer, OwnOptimizer):

@@ -83,8 +83,8 @@ def main() -> None:
         status = _status(error)
         if status is None:
             raise
-        if (cause := error.__cause__) is not None and status == FAILED and not _says_all(cause):
-            traceback.print_exception(type(cause), cause, _users(cause.__traceback__))
+        if (cause := error.__cause__) is not None and _is_of_users(error, status) and not _says_all(cause):
+            traceback.print_exception(type(cause), cause, _users(cause))
         print(f"faststep: {error}", file=sys.stderr)
         raise SystemExit(status) from None
 
@@ -104,14 +104,24 @@ def _status(error: Exception) -> int | None:
     return WRONG if isinstance(error, wrong) else None
 
 
+def _is_of_users(error: Exception, status: int) -> bool:
+    """Return whether the cause of an error may be in the user's own code."""
+    from faststep.config import CodeError
+
+    return status == FAILED or isinstance(error, CodeError)
+
+
 def _says_all(cause: BaseException) -> bool:
     """Return whether an error is this package's own word to the user, to which a traceback adds nothing."""
     return isinstance(cause, Exception) and _status(cause) is not None
 
 
-def _users(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that begins where the trainer is left, all of it where it is not."""
-    rest = trace
-    while rest is not None and rest.tb_frame.f_globals.get("__name__", "").startswith("faststep."):
+def _users(error: BaseException) -> TracebackType | None:
+    """Return the part of a traceback that begins where this package is left, all of it where it is not.
+
+    A syntax error has its place in its text: None.
+    """
+    rest = trace = None if isinstance(error, SyntaxError) else error.__traceback__
+    while rest is not None and rest.tb_frame.f_globals.get("__name__", "").startswith(("faststep.", "importlib")):
         rest = rest.tb_next
     return rest or trace

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from faststep._files import replacing
 from faststep.cli._checkpoint import checkpoints_of, choose
 from faststep.cli._saved import config_of, refuse, save
 from faststep.cli._stack_dump import StackDump
-from faststep.cli._status import ConfigFile, Exit, Overrides, RunFolder
+from faststep.cli._status import FAILED, ConfigFile, Exit, Overrides, RunFolder
 from faststep.cli._supervisor import EXIT_ON_HANG
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ Supervise = Annotated[
     bool,
     typer.Option(help="Train in a process of its own, and start it again from the newest checkpoint when it dies."),
 ]
+_NAMED_BY = {"data": ("data", "train"), "loss": ("loss",), "callback": ("callbacks",)}  # phases, by keys
 ExitOnHang = Annotated[bool, typer.Option(EXIT_ON_HANG, hidden=True)]
 
 
@@ -151,10 +153,27 @@ def _train(config: Config, start: Resume, exit_on_hang: bool) -> None:
     trainer = _trainer_of(config)
     if exit_on_hang:
         trainer.on_hang = "exit"
-    with StackDump(trainer.hang_timeout):
+    with StackDump(trainer.hang_timeout), _named(config):
         result = trainer.train(start)
     if result.reason == "signal":
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def _named(config: Config) -> Iterator[None]:
+    """Name the line of the config behind which an error of the training is.
+
+    Raises:
+        Exit: For a `TrainingError`, with the same cause.
+    """
+    from faststep.training import TrainingError
+
+    try:
+        yield
+    except TrainingError as error:
+        path = _NAMED_BY.get(error.phase, ())
+        place = config.source.problem(path, "").place if path else ""
+        raise Exit(": ".join(filter(None, [place, str(error)])), FAILED) from error.__cause__
 
 
 def _try_out(config: Config) -> None:
@@ -164,7 +183,9 @@ def _try_out(config: Config) -> None:
 
     built = build(config)
     parts: dict[str, Any] = {"validation": built.validation, "callbacks": built.callbacks, "config": built.config}
-    Trainer(built.step, built.loader, loggers=[Progress()], **parts, **built.options, fast_dev_run=True).train()
+    trainer = Trainer(built.step, built.loader, loggers=[Progress()], **parts, **built.options, fast_dev_run=True)
+    with _named(config):
+        trainer.train()
     typer.echo("tried out: four steps, their validation and checkpoint. Nothing is kept")
 
 

@@ -29,7 +29,7 @@ from faststep._optional import need
 need("pydantic")
 need("yaml")
 
-from faststep.config._errors import ConfigError, Problem  # noqa: E402, behind the checks of what they need
+from faststep.config._errors import CodeError, ConfigError, Problem  # noqa: E402, behind the checks of what they need
 from faststep.config._load import load, validate  # noqa: E402
 from faststep.config._reference import reference, schema  # noqa: E402
 from faststep.config._schema import Component, Config  # noqa: E402
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Built",
+    "CodeError",
     "Component",
     "Config",
     "ConfigError",

@@ -75,8 +75,8 @@ def build(config: Config) -> Built:
         config: What `load` gave.
 
     Raises:
-        ConfigError: Something in it does not fit; as much as can be is listed at once. What the user's own code
-            raises passes as it is.
+        ConfigError: Something in it does not fit; as much as can be is listed at once. Where code of the user's own
+            raised an exception, that is its cause.
     """
     usage = Usage(config)
     parts = Parts(config.source, config.folder)
@@ -107,7 +107,7 @@ def model_of(config: Config) -> nn.Module:
     """Make the model of a config as its component gives it, before anything else in the config changes it.
 
     Raises:
-        ConfigError: Its arguments do not fit. What the user's own code raises passes as it is.
+        ConfigError: Its arguments do not fit, or code of the user's own raised an exception, which is the cause.
     """
     parts = Parts(config.source, config.folder)
     part = parts.find(config.model, _kinds.MODEL, ("model",))

@@ -26,7 +26,7 @@ class Part:
         target: What its name stands for.
         arguments: Plain values, and other parts.
         folder: What is importable while it is made.
-        users: Whether it is the user's own code, whose errors pass as they are.
+        users: Whether it is the user's own code.
     """
 
     path: Path
@@ -41,14 +41,19 @@ class Part:
         """Make it.
 
         Raises:
-            ConfigError: What a built-in name stands for refuses its arguments, or it gives something else.
+            ConfigError: What a built-in name stands for refuses its arguments, or it gives something else. A
+                `CodeError` where code of the user's own raised an exception, which is its cause.
         """
         arguments = {name: _made(value) for name, value in self.arguments.items()}
         try:
             with importable(self.folder):
                 made = self._call(arguments)
-        except (TypeError, ValueError, OverflowError, OSError, ImportError) as error:
-            if self.users or isinstance(error, ConfigError):
+        except ConfigError:
+            raise
+        except Exception as error:
+            if self.users:
+                raise self.source.raised(self.path, error) from error
+            if not isinstance(error, TypeError | ValueError | OverflowError | OSError | ImportError):
                 raise
             name, _, message = str(error).partition(": ")
             named = name in self.arguments
@@ -126,13 +131,18 @@ class Parts:
         return part if len(self.problems) == before else None
 
     def _target(self, use: str, kind: Kind, path: Path, users: bool) -> Any:
+        if not users:
+            names = kind.names()
+            if use not in names:
+                hint = " (the user's own are module:attribute or file.py:attribute)"
+                self.refuse(path, unknown(use, names, kind.name) + hint)
+            return names.get(use)
         try:
-            return attribute(use, self.folder) if users else kind.names()[use]
+            return attribute(use, self.folder)
         except NotThere as error:
             self.refuse(path, str(error))
-        except KeyError:
-            hint = " (the user's own are module:attribute or file.py:attribute)"
-            self.refuse(path, unknown(use, kind.names(), kind.name) + hint)
+        except Exception as error:
+            raise self.source.raised(path, error) from error
         return None
 
     def _fill(self, part: Part) -> None:

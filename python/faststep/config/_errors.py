@@ -44,6 +44,13 @@ class ConfigError(ValueError):
         return ConfigError, (self.problems,)
 
 
+class CodeError(ConfigError):
+    """Code of the user's own, which a config names, raised an exception: this error's `__cause__`."""
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return CodeError, (self.problems,)
+
+
 @dataclass(frozen=True)
 class Source:
     """Places of the values of a config; equality of configs ignores them.
@@ -58,6 +65,10 @@ class Source:
         """Return a problem with the place of its key, or of the nearest key around it."""
         around = (path[:length] for length in range(len(path), -1, -1))
         return Problem(path, message, next((self.places[keys] for keys in around if keys in self.places), ""))
+
+    def raised(self, path: Path, error: Exception) -> CodeError:
+        """Return the error for an exception of code that the config names at a key."""
+        return CodeError([self.problem(path, f"{type(error).__name__}: {error}")])
 
 
 _EXPECTED = {

@@ -18,7 +18,7 @@ from faststep.config._errors import unknown
 
 
 class NotThere(LookupError):
-    """There is no such module, file or attribute. What the code itself raises passes as it is."""
+    """There is no such module, file or attribute."""
 
 
 def attribute(use: str, folder: File) -> Any:

@@ -382,6 +382,8 @@ class Loop:
         return self._progress.row > 0 or (metric is not None and not math.isfinite(metric))
 
     def _resume(self, resume: Resume) -> bool:
+        if resume not in ("auto", "best") and not isinstance(resume, int):
+            raise ValueError(f'resume: expected "auto", "best", True, False or the number of a step, got {resume!r}')
         found = self._restored(resume)
         if found is None:
             there = self.checkpoints.list() if self.ranks.rank == 0 else []

@@ -269,6 +269,7 @@ class Trainer(Loop):
             TrainingError: Something failed; it tells where, and its cause is the exception itself.
             RunError: Another process trains in the same folder, or the folder cannot be used. Nothing has changed.
             CheckpointError: There is no such checkpoint, or it is of another training. Nothing has changed.
+            ValueError: `resume` is something else.
         """
         first = self.ranks.rank == 0  # which has the folder
         folder = _run_folder.locked(self.run) if first else contextlib.nullcontext()
