@@ -165,7 +165,7 @@ fuzz: $(STAMPS)/built ## 100,000 inputs for each reader of configs and checkpoin
 		tests/trainer/test_config_yaml.py tests/checkpoints/test_checkpoints_fuzz.py tests/step/test_sequences.py \
 		tests/step/test_made_losses.py
 
-bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md (PARTS="step runs": only those)
+bench: $(STAMPS)/built ## Benchmarks of Python and Rust, a quarter of an hour; rewrites docs/benchmarks.md and its pages (PARTS="step runs": only those)
 	for part in $(PARTS); do python benches/$$part.py; done
 	python benches/report.py
 

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and its plots out of the newest samples of each device; nothing by hand.
+"""Write docs/benchmarks.md, the pages of its parts and their plots out of the newest samples of each device.
 
 ``python benches/report.py`` takes seconds.
 """
@@ -42,11 +42,11 @@ from ways import COMPILED, COMPILED_ASYNC, FAST
 DOCS = ROOT / "docs"
 HEAD = """# Benchmarks
 
-Two tables first, then a section for each part. `make bench` measures and writes this page, from the newest sample of
-each device in `benches/samples`; `make bench PARTS=step` runs one part.
-
+The two tables show the time of a training step. Each part below has a page. `make bench` measures all of them and
+writes the pages, from the newest sample of each device in `benches/samples`; `make bench PARTS=step` runs one part.
 """
-FIRST = "{device}, {machine}; AdamW, clipped to norm 1.0; medians, in milliseconds a step. More: [below](#{anchor})."
+FIRST = "{device}, {machine}; AdamW, clipped to norm 1.0; medians, in milliseconds a step."
+MACHINES = "The letter of a machine stands for a line of [this table](../benchmarks.md#machines)."
 WAYS = {"plain MLX": "plain MLX", COMPILED: "mx.compile", COMPILED_ASYNC: "mx.compile, async", FAST: FAST}
 
 
@@ -59,19 +59,19 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "step": Section("The step, side by side", STEP, step),
-    "optimizers": Section("The step with each optimizer", OPTIMIZERS, optimizers),
+    "step": Section("The training step", STEP, step),
+    "optimizers": Section("Each optimizer", OPTIMIZERS, optimizers),
     "clients": Section("Whole programs", CLIENTS, clients),
-    "reach": Section("What a loss reaches", REACH, reach),
+    "reach": Section("Losses with many objects in their closure", REACH, reach),
     "varying": Section("A number that changes at every step", VARYING, varying),
     "matmul": Section("Matrix products", MATMUL, matmul),
-    "threads": Section("Who shares the products", THREADS, threads),
+    "threads": Section("Threads for matrix products", THREADS, threads),
     "quantized": Section("Quantized weights", QUANTIZED, quantized),
-    "scaling": Section("How the step grows", SCALING, scaling),
+    "scaling": Section("Steps with many tensors or parameters", SCALING, scaling),
     "runs": Section("Long runs", RUNS, runs),
-    "replay": Section("Losses under replay", REPLAY, replay),
-    "rust": Section("The Rust crate beside mlx-rs", RUST, rust),
-    "trainer": Section("The trainer beside a loop by hand", TRAINER, trainer),
+    "replay": Section("Losses with CUDA graphs", REPLAY, replay),
+    "rust": Section("The Rust crate and mlx-rs", RUST, rust),
+    "trainer": Section("The trainer and a loop by hand", TRAINER, trainer),
     "loader": Section("The loader", LOADER, loader),
     "checkpoints": Section("Checkpoints", CHECKPOINTS, checkpoints),
     "mlx_lm_trainer": Section("mlx-lm's trainer", MLX_LM, mlx_lm),
@@ -79,7 +79,7 @@ SECTIONS = {
 
 
 def write_report(samples: Path, docs: Path) -> Path:
-    """Write the report of the newest samples, and its plots beside it; return its file.
+    """Write the report of the newest samples, a page for each part, and their plots; return the report's file.
 
     Raises:
         SystemExit: There is no sample.
@@ -87,40 +87,45 @@ def write_report(samples: Path, docs: Path) -> Path:
     found = newest(samples)
     if not found:
         raise SystemExit(f"no samples in {samples}: run `make bench` first")
-    machines, lines = Machines(), [HEAD.rstrip(), ""]
+    machines, lines = Machines(), [HEAD]
     for sample in (each for each in found if each["part"] == "step"):
         lines += summary(sample, machines)
-    parts = list[str]()
+    lines += ["## Parts", ""]
     for part, section in SECTIONS.items():
         measured = [sample for sample in found if sample["part"] == part]
-        parts += [f"## {section.title}", "", section.text] if measured else []
-        for sample in measured:
-            parts += device_lines(section, sample, docs / "plots", machines)
-    lines += [*machines.lines(), *parts]
-    docs.mkdir(parents=True, exist_ok=True)
-    file = docs / "benchmarks.md"
+        if measured:
+            page = [f"# {section.title}", "", f"{section.text.rstrip()} {MACHINES}", ""]
+            for sample in measured:
+                page += device_lines(section, sample, docs / "plots", machines)
+            write(docs / "benchmarks" / f"{part}.md", page)
+            lines.append(f"- [{section.title}](benchmarks/{part}.md)")
+    return write(docs / "benchmarks.md", [*lines, "", *machines.lines()])
+
+
+def write(file: Path, lines: list[str]) -> Path:
+    """Write the lines of a page; return its file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return file
 
 
 def summary(sample: dict[str, Any], machines: Machines) -> list[str]:
     """Lay out the medians of a device's steps, a line for each case."""
-    results, device = sample["results"].values(), sample["machine"]["device"]
+    results = sample["results"].values()
     peers = sorted({way for each in results for way in each["ms"] if way.startswith("PyTorch")})
     rows = []
     for result in results:
         times = {way: statistics.median(values) for way, values in result["ms"].items()}
         best = [short(min(times[way] for way in peers if way in times))] if peers else []
         rows.append([result["title"], *(short(times[way]) for way in WAYS), *best])
-    anchor = f"the-step-side-by-side-{device.lower().replace(' ', '-')}"
-    text = FIRST.format(device=device, machine=f"machine {machines.name(sample)}", anchor=anchor)
+    text = FIRST.format(device=sample["machine"]["device"], machine=f"machine {machines.name(sample)}")
     head = ["model", *WAYS.values(), *(["best of PyTorch"] if peers else [])]
     return [text, "", *table(head, rows)]
 
 
 def device_lines(section: Section, sample: dict[str, Any], plots: Path, machines: Machines) -> list[str]:
     """Lay out what one device's sample holds; a paragraph that several results have is there once."""
-    lines = [f"### {section.title}: {sample['machine']['device']}", "", *machines.measured_on(sample)]
+    lines = [f"## {sample['machine']['device']}", "", *machines.measured_on(sample)]
     for name, result in sample["results"].items():
         laid = section.lay_out(result, plots / f"{sample['part']}-{name}-{device_slug(sample)}.svg")
         for line in laid:

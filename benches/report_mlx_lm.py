@@ -9,9 +9,9 @@ from typing import Any
 from markdown import megabytes, spread, table
 
 OURS, THEIRS = "faststep.mlx_lm.train", "mlx_lm.tuner.trainer.train"
-MLX_LM = """mlx-lm's own trainer beside `faststep.mlx_lm.train`, which has its arguments: the same model, data and order
-of batches, each run in a process of its own, with the kernels that faststep brings in both. Times are of iterations
-behind the first ones. The losses of both are compared at every iteration.
+MLX_LM = """mlx-lm's own trainer beside `faststep.mlx_lm.train`, which takes the same arguments. Model, data and
+order of batches are the same. Each run has a process of its own; both use this package's kernels. The first
+iterations are not timed. The losses of both are compared at every iteration.
 """
 
 
@@ -30,7 +30,7 @@ def _case(result: dict[str, Any]) -> list[str]:
         f"Ours takes {ratio:.2f} of the time and {peaks[OURS] / peaks[THEIRS]:.2f} of the memory. {apart}",
         "",
     ]
-    return [f"#### {result['title']}", "", *table(["trainer", "ms an iteration", "peak memory, MB"], rows), *lines]
+    return [f"### {result['title']}", "", *table(["trainer", "ms an iteration", "peak memory, MB"], rows), *lines]
 
 
 def _windows(result: dict[str, Any]) -> list[str]:
@@ -38,7 +38,8 @@ def _windows(result: dict[str, Any]) -> list[str]:
     head = ["trainer", "one window of 4 batches", "10 batches: the last window has 2"]
     rows = [[f"`{way}`", f"{found[full]:.1e}", f"{found[open_]:.1e}"] for way, found in result.items()]
     text = (
-        "How far the weights end from those of plain MLX, where each window's gradients are averaged over its tokens, "
-        "as a share of how far those have come (SGD). mlx-lm averages the means of batches, and drops the last window."
+        "The distance of the final weights from those of plain MLX, whose gradients are averaged over the tokens of "
+        "each window, as a share of the way that the weights have moved (SGD). mlx-lm averages the means of batches, "
+        "and drops the last window if it is not full."
     )
-    return ["#### Accumulated gradients", "", text, "", *table(head, rows), ""]
+    return ["### Accumulated gradients", "", text, "", *table(head, rows), ""]

@@ -9,14 +9,16 @@ from typing import Any
 import plots
 from markdown import megabytes, short, table
 
-RUNS = """Each way alone in a process, every step with a new batch. Resident memory is the process's; active and cache
-are what MLX has handed out and what it keeps for later. The loss is called while tracing only, which counts the traces.
-Growth is that of the resident memory over the second half of the run, by least squares. Moments of weights without a
-gradient fade to denormal numbers after some 800 steps, with which a CPU computes slowly.
+RUNS = """Long trainings: do memory and time stay flat? Each way runs alone in a process, with a new batch at every
+step. Resident memory is the process's. "Active" is what MLX has handed out, "cache" what it keeps for later. The loss
+is called while tracing only, so its calls count the traces. Growth is the slope of the resident memory over the
+second half of the run, by least squares. Moments of weights without a gradient fade to denormal numbers after some
+800 steps; a CPU computes slowly with those.
 """
 
-REPLAY = """One training on real text over the same batches: each step evaluated by MLX, replayed as one CUDA graph, and
-evaluated once more. A GPU adds in another order each time, so two runs of one way part too.
+REPLAY = """One training on real text, on the same batches, three times: each step evaluated by MLX, each step
+replayed as one CUDA graph, and evaluated by MLX once more. A GPU adds numbers in another order each time, so even two
+runs of the same way differ.
 """
 
 
@@ -25,7 +27,7 @@ def runs(result: dict[str, Any], plot: Path) -> list[str]:
     plots.run(result["title"], result["ways"], plot)
     head = ["way", "steps", "traces", "resident after a tenth, MB", "at the end", "growth, KB a step"]
     head += ["active at the end, MB", "cache", "ms a step, second tenth", "last tenth"]
-    lines = [f"#### {result['title']}", "", f"![{result['title']}](plots/{plot.name})", ""]
+    lines = [f"### {result['title']}", "", f"![{result['title']}](../plots/{plot.name})", ""]
     lines += table(head, (row(way, columns) for way, columns in result["ways"].items()))
     for way, columns in result["ways"].items():
         if columns["ended early"]:
@@ -39,7 +41,7 @@ def replay(result: dict[str, Any], plot: Path) -> list[str]:
     ends = ", ".join(f"{values[-1]:.4f} ({way})" for way, values in result["losses"].items())
     apart = ", ".join(f"{max(values):.1g} ({way})" for way, values in result["difference"].items())
     text = f"{result['step'][-1]:,} steps; the last losses are {ends}; the largest differences from the first {apart}."
-    return [f"![{result['title']}](plots/{plot.name})", "", text, ""]
+    return [f"![{result['title']}](../plots/{plot.name})", "", text, ""]
 
 
 def row(way: str, columns: dict[str, Any]) -> list[str]:

@@ -10,15 +10,15 @@ from typing import Any
 from markdown import megabytes, short, spread, table
 
 FAST = "faststep::Step"
-RUST = """`cargo bench`: `faststep::Step` with its defaults beside the loop that a user of mlx-rs writes by hand
-(`value_and_grad`, `clip_grad_norm`, `AdamW`, one evaluation of parameters and moments), on the same batches from the
-same weights, with the same BLAS. Both take their turns in one process, and a ratio is taken within a round, as above;
-alone is what criterion measures, one way after the other. Milliseconds a step, medians with quartiles. Layers and sizes
-are those of `benches/cases.py`, so that Python's times compare.
+RUST = """`cargo bench`: `faststep::Step` with its default options beside the loop that a user of mlx-rs writes by
+hand (`value_and_grad`, `clip_grad_norm`, `AdamW`, one evaluation of parameters and moments), on the same batches,
+from the same weights, with the same BLAS. Both take turns in one process, and a ratio is that of two times in the
+same round. "Alone" is what criterion measures, one way after the other. Milliseconds a step, medians with quartiles.
+The models are those of `benches/cases.py`, so that the times compare with Python's.
 """
-OVERHEAD = """Overhead of the engine itself: a step of a model whose loss is the mean of the batch, so that forward and
-backward cost nothing and all gradients are the same zeros. What is left is all that a step does beside them: clipping,
-AdamW, evaluation, and the handling of many tensors, each of float32 [4, 4]. Medians with quartiles.
+OVERHEAD = """The engine's own time. The loss is the mean of the batch, so that forward and backward cost nothing and
+all gradients are zeros. The rest of a step remains: clipping, AdamW, evaluation, and the handling of many tensors,
+each of float32 [4, 4]. Medians with quartiles.
 """
 
 
@@ -31,7 +31,7 @@ def model(result: dict[str, Any]) -> list[str]:
     """Lay out time and ratio of each way of training one model."""
     head = ["way", "ms a step", f"time over {FAST}'s", "alone, ms"]
     rows = (row(result, way) for way in sorted(result["ms"], key=FAST.__eq__))
-    return [f"#### {result['title']}", "", *table(head, rows), note(result), ""]
+    return [f"### {result['title']}", "", *table(head, rows), note(result), ""]
 
 
 def row(result: dict[str, Any], way: str) -> list[str]:
@@ -52,7 +52,7 @@ def note(result: dict[str, Any]) -> str:
 def overhead(points: list[dict[str, Any]]) -> list[str]:
     """Lay out what a step costs by the number of tensors."""
     head = ["tensors", "us a step", "us a tensor"]
-    return ["#### Overhead by the number of tensors", "", OVERHEAD, *table(head, map(cost, points)), growth(points), ""]
+    return ["### Overhead by the number of tensors", "", OVERHEAD, *table(head, map(cost, points)), growth(points), ""]
 
 
 def cost(point: dict[str, Any]) -> list[str]:

@@ -11,10 +11,10 @@ import plots
 from markdown import short, spread, table
 from ways import BOUND, COMPILED, FAST
 
-SCALING = """The gradients cost nothing here: they are the parameters themselves. What is left is all that a step does
-beside forward and backward: clipping to norm 1.0, AdamW, evaluation, and the handling of many arrays. Milliseconds a
-step, medians with quartiles; the ways take turns. The first step has the tracing in it, and the compilation of kernels
-that MLX had not compiled on this machine before.
+SCALING = """The time of a step by the number of tensors and of parameters. The gradients cost nothing here: they are
+the parameters themselves. The rest of a step remains: clipping to norm 1.0, AdamW, evaluation, and the handling of
+many arrays. Milliseconds a step, medians with quartiles; the ways take turns. The first step includes tracing, and
+the compilation of kernels that MLX had not yet compiled on this machine.
 """
 
 
@@ -26,7 +26,7 @@ def scaling(result: dict[str, Any], plot: Path) -> list[str]:
     title = f"A step against the number of {axis} ({points[0][fixed]:,} {fixed})"
     plots.scaling(axis, title, points, plot)
     head = [axis, COMPILED, FAST, "ratio", BOUND, f"first step, s: {COMPILED}", FAST]
-    lines = [f"#### {title}", "", f"![{title}](plots/{plot.name})", ""]
+    lines = [f"### {title}", "", f"![{title}](../plots/{plot.name})", ""]
     return [*lines, *table(head, (row(axis, point) for point in points)), growth(axis, points), ""]
 
 

@@ -8,48 +8,55 @@ from typing import Any
 from markdown import megabytes, spread, table
 from ways import BOUND, COMPILED, FAST
 
-STEP = """All ways take their turns in rotating order, on the same batches from the same weights: AdamW, gradients
-clipped to norm 1.0, parameters, optimizer state and random state evaluated; `fast_step` with its defaults, so that a
-step that is not finite would be left out, and on CUDA replayed as one CUDA graph (samples before 2026-11-23: not yet).
-Times are milliseconds a step: the median, and in brackets the quartiles over the rounds. A ratio is a way's time over
-`fast_step`'s in the same round: above 1, `fast_step` is faster. Peak memory is MLX's own (`mx.get_peak_memory`), each
-way alone in a process, once the first steps are done. On a CPU all ways have our OpenBLAS, and the kernels that MLX's
-compilation makes as `faststep` has them made, for the processor; those with MLX's own kernels are in another process
-(`FASTSTEP_KERNELS=0`), which takes its turns in the same rounds.
+STEP = """The same training step in several ways: AdamW, gradients clipped to norm 1.0, then parameters, optimizer
+state and random state are evaluated. The ways take turns, in rotating order, on the same batches from the same
+weights. `fast_step` has its default options, so it checks each step for NaN and infinity. On CUDA it replays a step
+as one CUDA graph (not in samples before 2026-11-23).
+
+Times are milliseconds a step: the median, and the quartiles over the rounds in brackets. A ratio is a way's time over
+`fast_step`'s in the same round: above 1, `fast_step` is faster. Peak memory is MLX's own (`mx.get_peak_memory`), of
+each way alone in a process, after the first steps.
+
+On a CPU all ways use this package's OpenBLAS, and its kernels where MLX compiles. The ways with MLX's own kernels run
+in another process (`FASTSTEP_KERNELS=0`), in the same rounds.
 """
-OPTIMIZERS = """As above, with MLX's optimizers at their defaults (SGD with momentum 0.9; Muon for the matrices between
-embeddings and output, AdamW for the rest).
+OPTIMIZERS = """The [same step](step.md) with each of MLX's optimizers, at their defaults: SGD with momentum 0.9;
+Muon for the matrices between embeddings and output, with AdamW for the rest.
 """
-CLIENTS = """Small programs after the shapes of published ones (`tests/support/programs`), whole: agents, adversaries,
-teachers, language models, graphs. `original` is the way in which the published ones take their steps, with
-`mx.compile` or without; the time is that of a round: a step of every model, and what the program does between them,
-such as averaging a target. The numbers are compared with those of the plain loop, over the first 24 rounds from the
-same seeds: the largest difference as a share of the largest value, of losses and of the parameters of all models. Peak
+CLIENTS = """Small whole programs, modelled on published ones (`tests/support/programs`): agents, adversaries,
+teachers, language models, graphs. `original` is the way in which the published program takes its steps, with
+`mx.compile` or without. The time is that of a round: a step of every model, and what the program does between the
+steps, such as averaging a target network.
+
+The numbers are compared with those of the plain loop over the first 24 rounds, from the same seeds. The column shows
+the largest difference, as a share of the largest value, of the losses and of the parameters of all models. Peak
 memory is that of compiled steps (where `mx.compile` takes the arguments) and of `fast_step`, each alone in a process.
 """
-MATMUL = "`faststep` gives MLX's CPU another BLAS, OpenBLAS. What that is worth, for float32 [n, n] @ [n, n]:\n"
-THREADS = """`fast_step` as above, by who computes the matrix products, each way in a process of its own: one thread,
-OpenBLAS's own threads, and ours, which are the default. They take their turns while nothing else computes, and again
-beside a process on each core that never stops. A ratio is a way's time over that of one thread in the same round: below
-1, it is faster.
+MATMUL = """`faststep` gives MLX another BLAS on CPUs, OpenBLAS. The table compares both, for float32 [n, n] @ [n,
+n].
 """
-REACH = """A tiny step (a layer of 4 weights), by what its loss reaches in its closure: all of that is looked at
-before each step. Arrays that the model holds beside its parameters are looked at too, so that they compare. A slot's
-nanoseconds are the difference to the loss that reaches nothing, in the same round, over the number of slots.
+THREADS = """`fast_step` with matrix products computed by one thread, by OpenBLAS's own threads, and by this
+package's threads, which are the default. Each way has a process of its own. They take turns, first while nothing else
+computes, then beside busy processes, one for each core. A ratio is a way's time over that of one thread in the same
+round: below 1, it is faster.
 """
-VARYING = """The loss is divided by a temperature, an attribute of an object, which is another number at each step:
-the loss is called once for each and its graph compared; so it is for an attribute of the model. An `mx.array` in its
-place is an input of the trace, as an argument of a compiled step is. AdamW and clipping as above; the smallest model
-has SGD without.
+REACH = """A tiny step (a layer of 4 weights) whose loss has more and more objects in its closure. `fast_step`
+compares all of them before each step, to see whether anything has changed. Arrays that the model holds beside its
+parameters are compared too. "ns a slot" is the difference to the loss with an empty closure, in the same round, over
+the number of objects.
 """
-QUANTIZED = """Products with quantized weights, on a CPU. All ways take their turns in one process.
+VARYING = """The loss is divided by a temperature that changes at every step. As an attribute of an object or of the
+model, it costs a call of the loss each time, and a comparison of its graph. As an `mx.array` it is an input of the
+trace, like an argument of a compiled step. AdamW, with clipping; the smallest model has SGD without clipping.
+"""
+QUANTIZED = """A training step with quantized weights, on a CPU. All ways take turns in one process.
 """
 
 
 def step(result: dict[str, Any], _plot: Path) -> list[str]:
     """Lay out time, ratio and memory of each way in one case."""
     head = ["way", "ms a step", "time over fast_step's", "peak memory, MB", "without clipping, MB"]
-    return [f"#### {result['title']}", "", *table(head, (row(result, way) for way in result["ms"])), *notes(result)]
+    return [f"### {result['title']}", "", *table(head, (row(result, way) for way in result["ms"])), *notes(result)]
 
 
 def row(result: dict[str, Any], way: str) -> list[str]:
@@ -78,10 +85,10 @@ def torch_notes(peer: dict[str, Any]) -> list[str]:
     """Say what PyTorch's numbers rest on."""
     precision = peer["matmul precision"]
     return [
-        f"PyTorch {peer['version']}: a process of its own, which takes its turns in the same rounds while this one "
-        "waits. The same shapes, initial weights and batches, the first losses agree; fused AdamW, with its bias "
-        "correction, which MLX's has only when told; `clip_grad_norm_`; compiled are model and loss. Its peak is "
-        "`torch.cuda.max_memory_allocated` over the first steps, compilation and capture included. Products of float32 "
+        f"PyTorch {peer['version']} runs in a process of its own, in the same rounds, while this one waits. Shapes, "
+        "initial weights and batches are the same, and the first losses agree. It has fused AdamW with bias correction "
+        "(MLX's default is none) and `clip_grad_norm_`; model and loss are compiled. Its peak memory is "
+        "`torch.cuda.max_memory_allocated` over the first steps, with compilation and capture. Products of float32 "
         f"on a GPU are {'' if precision == 'high' else 'not '}in TF32 on both sides: MLX_ENABLE_TF32, and "
         f'`torch.set_float32_matmul_precision("{precision}")`.',
         "",
@@ -96,7 +103,7 @@ def optimizers(result: dict[str, Any], _plot: Path) -> list[str]:
         [name, *(spread(times[way]) for way in ways), *(spread(over(times, way)) for way in ways if way != FAST)]
         for name, times in result["ms"].items()
     ]
-    return [f"#### {result['title']}", "", *table(head, rows)]
+    return [f"### {result['title']}", "", *table(head, rows)]
 
 
 def clients(result: dict[str, Any], _plot: Path) -> list[str]:
@@ -136,7 +143,7 @@ def threads(result: dict[str, Any], _plot: Path) -> list[str]:
     for way in result["quiet"]:
         cells = [(result[name][way], over(result[name], way, first)) for name in machines]
         rows.append([way, *(spread(values) for pair in cells for values in pair)])
-    return [f"#### {result['title']}", "", *table(head, rows)]
+    return [f"### {result['title']}", "", *table(head, rows)]
 
 
 def reach(result: dict[str, Any], _plot: Path) -> list[str]:
@@ -154,7 +161,7 @@ def varying(result: dict[str, Any], _plot: Path) -> list[str]:
     """Lay out the times of each way with a number that changes."""
     plain = next(iter(result["ms"]))
     rows = ([way, spread(ms), spread(over(result["ms"], plain, way))] for way, ms in result["ms"].items())
-    return [f"#### {result['title']}", "", *table(["way", "ms a step", f"{plain}'s time over it"], rows)]
+    return [f"### {result['title']}", "", *table(["way", "ms a step", f"{plain}'s time over it"], rows)]
 
 
 def quantized(result: dict[str, Any], _plot: Path) -> list[str]:
@@ -162,4 +169,4 @@ def quantized(result: dict[str, Any], _plot: Path) -> list[str]:
     rows = ([way, spread(ms), spread(over(result["ms"], way))] for way, ms in result["ms"].items())
     gap = f"Largest difference of the losses of a third step: {result['largest loss difference']:.1e}."
     head = ["way", "ms a step", "time over fast_step's"]
-    return [f"#### {result['title']}", "", *table(head, rows), gap, ""]
+    return [f"### {result['title']}", "", *table(head, rows), gap, ""]

@@ -8,14 +8,15 @@ from typing import Any
 
 from markdown import short, spread, table
 
-TRAINER = """The trainer, with its log and its lines of progress, beside a loop of `fast_step` written by hand that
+TRAINER = """The trainer, with its log and its progress lines, beside a loop of `fast_step` written by hand that
 reads its losses every 20 steps. Milliseconds a step, medians with quartiles; the two take turns.
 """
-LOADER = """Batches a second of the loader alone, and the share of its time that a step of 10 ms waits for it, by the
-number of worker threads; medians.
+LOADER = """The loader alone, by the number of worker threads: batches a second, and the share of its time for which
+a training with steps of 10 ms waits for data. Medians.
 """
-CHECKPOINTS = """Time for which the training stands for a checkpoint that a thread writes, beside one that is written
-before it goes on, and what that costs the steps meanwhile. Medians; the bare write is of the same bytes with one fsync.
+CHECKPOINTS = """How long a checkpoint stops the training if a thread writes it, and if it is written at once; and
+how much slower steps are while the thread writes. Medians. "Bare write" is a write of the same number of bytes with
+one fsync.
 """
 _HAND, _TRAINER = "loop by hand", "Trainer"
 
@@ -27,12 +28,12 @@ def trainer(result: dict[str, Any], plot: Path) -> list[str]:
     ratios, more = [ours / hand for hand, ours in pairs], [1e3 * (ours - hand) for hand, ours in pairs]
     head = [_HAND, _TRAINER, "ratio", "more, us a step"]
     row = [spread(times[_HAND]), spread(times[_TRAINER]), spread(ratios), spread(more)]
-    return [f"#### {result['title']}", "", *table(head, [row])]
+    return [f"### {result['title']}", "", *table(head, [row])]
 
 
 def loader(result: dict[str, Any], plot: Path) -> list[str]:
     """Lay out the speed of one kind of data, or the padding of several ways to batch texts."""
-    lines = [f"#### {result['title']}", ""]
+    lines = [f"### {result['title']}", ""]
     if "wait share" in result:
         workers = list(result["wait share"])
         rates = [short(statistics.median(result["batches a second"][n])) for n in workers]
@@ -57,4 +58,4 @@ def checkpoints(result: dict[str, Any], plot: Path) -> list[str]:
         "first step after": short(middle["first"]),
         "step while it writes": short(middle["busy"]) if "busy" in middle else "",
     }
-    return [f"#### {result['title']}", "", *table(list(columns), [list(columns.values())])]
+    return [f"### {result['title']}", "", *table(list(columns), [list(columns.values())])]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.places import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
