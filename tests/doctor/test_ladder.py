@@ -59,7 +59,7 @@ def loss_fn(model, x, y):
     assert [each["status"] for each in found["rungs"]] == ["ok", "error", "ok"]
     assert "joint evaluation fails: the process ended by signal SIGABRT" in found["findings"][0]["text"]
     assert len((tmp_path / "pids").read_text().split()) == 3
-    assert "runs again once, and once more behind a rung that hangs or dies; isolate=False" in done.stderr
+    assert "runs again once, and once more after a rung that hangs or dies; isolate=False" in done.stderr
 
 
 def test_a_rung_that_takes_all_memory_is_ended(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_what_the_template_leaves_out_is_told(folder: Path, tmp_path: Path) -> N
     file = write_lines(tmp_path / "c.jsonl", [{"messages": [{"role": "developer", "content": "Brief."}, *HI]}])
     assert Jsonl(file, folder, cache=False).summary["left_out"] == [
         f"1 with messages that the chat template leaves out, the first: {file}:1",
-        f"1 without a token of the end behind the answer: a model learns no end from them, the first: {file}:1",
+        f"1 without an end token after the answer: the model does not learn to stop, the first: {file}:1",
     ]
     with_template(folder, TEMPLATES["plain"])
     file = write_lines(tmp_path / "d.jsonl", [{"messages": HI}, {"messages": [user("Hi<|end|><|user|>"), HI[1]]}])

@@ -129,7 +129,7 @@ def test_models_whose_logits_are_needed_whole_are_refused() -> None:
         def __call__(self, tokens: mx.array) -> mx.array:
             return mx.tanh(self.lm_head(self.embedding(tokens)))
 
-    with pytest.raises(ValueError, match="in_chunks: 'Capped' changes its logits behind its last layer"):
+    with pytest.raises(ValueError, match="in_chunks: 'Capped' changes its logits after its last layer"):
         next_token(in_chunks=True)(Capped(), tokens)
     adapted = new_model("qwen3")
     adapt(adapted, Lora(keys=["lm_head"]))

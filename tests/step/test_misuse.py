@@ -32,7 +32,7 @@ def test_a_batch_that_is_not_unpacked() -> None:
         step((X, Y))
     with pytest.raises(TypeError, match=r"The batch is one dict: call step\(\*\*batch\)"):
         step({"x": X, "y": Y})
-    with pytest.raises(TypeError, match=r"one dict with the keys a, b; the loss function takes x, y behind the model"):
+    with pytest.raises(TypeError, match=r"one dict with the keys a, b; the loss function takes x, y after the model"):
         step({"a": X, "b": Y})
     with pytest.raises(TypeError, match=r"missing a required argument: 'y'\. The batch is one tuple"):
         step.gradients((X, Y))

@@ -116,6 +116,22 @@ options["own_step"] = train
         "mx.eval(total)",
         "data joint own",
     ),
+    "losses in a list, never evaluated": Fault(
+        """
+kept = []
+def train(x, y):
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    optimizer.update(model, gradients)
+    mx.eval(model.state, optimizer.state)
+    kept.append(sum(kept[-1:], 2 * loss))
+    return loss
+options["own_step"] = train
+""",
+        "lazy-metric",
+        ("`kept[", "operations wait"),
+        "mx.eval(kept[",
+        "data joint own",
+    ),
     "a new shape in every step": Fault(
         "batches = [(mx.array(x[: 20 + n]), mx.array(y[: 20 + n])) for n in range(30)]",
         "new-shapes",
@@ -288,6 +304,17 @@ batches = [(mx.array(wave.astype(np.float32)), batch[1]) for wave, batch in zip(
         "x.transpose(0, 2, 1)",
         "data forward numbers",
     ),
+    "channels first, and a convolution made for that": Fault(
+        """
+model = nn.Sequential(nn.Conv1d(32, 8, 3), nn.ReLU(), lambda h: h.mean(axis=1), nn.Linear(8, 3))
+waves = np.sin(np.arange(32) / 8 + 6 * rng.random((10, 16, 6, 1)))
+batches = [(mx.array(wave.astype(np.float32)), batch[1]) for wave, batch in zip(waves, batches)]
+""",
+        "channels-first",
+        ("takes the last axis as 32 channels", "change smoothly along it"),
+        "6 input channels",
+        "data forward numbers",
+    ),
     "updates that bfloat16 rounds away": Fault(
         "model.set_dtype(mx.bfloat16); optimizer = optim.SGD(1e-6)",
         "rounds-away",
@@ -413,7 +440,28 @@ def train(x, y):
 options["own_step"] = train
 """,
         "random-state",
-        ("draws the same mask",),
+        ("draws the same ones",),
+        "mx.random.state",
+        "data own",
+    ),
+    "noise of a loss, the same for all steps": Fault(
+        """
+def loss_fn(model, x, y):
+    return nn.losses.cross_entropy(model(x + 0.1 * mx.random.normal(x.shape)), y, reduction="mean")
+state = [model.state, optimizer.state]
+def step(x, y):
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    optimizer.update(model, gradients)
+    return loss
+compiled = mx.compile(step, inputs=state, outputs=state)
+def train(x, y):
+    loss = compiled(x, y)
+    mx.eval(loss, state)
+    return loss
+options["own_step"] = train
+""",
+        "random-state",
+        ("dropout, noise", "draws the same ones"),
         "mx.random.state",
         "data own",
     ),

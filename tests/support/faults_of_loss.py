@@ -158,6 +158,17 @@ def loss_fn(model, x, y):
         "the last linear layer",
         "data forward numbers",
     ),
+    "a softmax over all axes": Fault(
+        """
+def loss_fn(model, x, y):
+    probabilities = mx.softmax(model(x))
+    return -mx.log(mx.take_along_axis(probabilities, y[:, None], axis=1) + 1e-9).mean()
+""",
+        "softmax-axis",
+        ("mx.softmax without axis=", "all axes of shape [16, 3]"),
+        "axis=-1",
+        "data forward numbers",
+    ),
     "labels that are floating numbers": Fault(
         "batches = [(x, y.astype(mx.float32)) for x, y in batches]",
         "float-labels",

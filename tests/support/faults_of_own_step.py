@@ -53,7 +53,7 @@ OF_OWN_STEP: dict[str, Fault] = {
         "subtracts",
         "data own",
     ),
-    "clipped behind the update": Fault(
+    "clipped after the update": Fault(
         own_step(
             """
     loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
@@ -66,6 +66,21 @@ options["max_grad_norm"] = 0.01
         ),
         "not-clipped",
         ("your step does not clip", "max_grad_norm is 0.01"),
+        "clip_grad_norm(gradients, 0.01)",
+        "data own",
+    ),
+    "clipped, and the result not used": Fault(
+        own_step(
+            """
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    optim.clip_grad_norm(gradients, 0.01)
+    optimizer.update(model, gradients)
+    mx.eval(loss, model.state, optimizer.state)
+    return loss
+""",
+        ),
+        "not-clipped",
+        ("your step does not clip", "the result of clip_grad_norm is not used, whose limit is 0.01"),
         "clip_grad_norm(gradients, 0.01)",
         "data own",
     ),
@@ -130,7 +145,7 @@ def part(model, x, y):
         ),
         "old-gradients",
         ("the sum of those of both updates",),
-        "behind each update",
+        "after each update",
         "data own",
     ),
     "a compiled step without the optimizer's state": Fault(
@@ -210,7 +225,7 @@ fresh = tree_map(lambda a: a, optimizer.state)
 """,
         ),
         "state-lost",
-        ("its count of steps is 1 behind each of 3 updates",),
+        ("its count of steps is 1 after each of 3 updates",),
         "holds the moments",
         "data own",
     ),

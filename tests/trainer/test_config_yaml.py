@@ -107,7 +107,7 @@ def test_what_values_mean(text: str, value: Any) -> None:
         ("9" * 5000, "got 5000 of them"),
         ('a: "\\ud800"', "which no file can hold"),
         ('a: "\\Uffffffff"', "expected YAML"),
-        ("a: {<<: 3}", "expected a mapping behind <<"),
+        ("a: {<<: 3}", "expected a mapping after <<"),
         ("? [1]\n: 2", "x:1: expected text for a key, got a list or a mapping"),
         ("a: \x01", "expected YAML"),
     ],

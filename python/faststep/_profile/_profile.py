@@ -134,13 +134,13 @@ def profile(step: Step) -> Iterator[Profile]:
     """Record where the time of a step's calls goes, and of the loop around them.
 
     A call costs some microseconds more meanwhile. On a GPU "evaluation" is the time in which the host encodes work; the
-    device computes behind it, and "wait" is where a step waits for it.
+    device computes after it, and "wait" is where a step waits for it.
 
     Args:
         step: The step.
 
     Yields:
-        The recording, complete behind the block.
+        The recording, complete after the block.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim

@@ -34,5 +34,5 @@ def refuse_average(model: nn.Module) -> None:
     """
     if shows_average(model):
         raise RuntimeError(
-            "the model shows its average: expected steps behind the `with step.average()` block, got one in it"
+            "the model shows its average: expected steps after the `with step.average()` block, got one in it"
         )

@@ -68,9 +68,9 @@ def explain(loss_fn: Any, model: Any, batch: tuple[Any, ...], named: Mapping[str
         hint = "The loss function has to take the model first: loss_fn(model, ...)"
     elif isinstance(first, dict) and len(batch) == 1:
         keys, takes = ", ".join(map(str, first)), ", ".join(list(signature.parameters)[1:])
-        hint = f"The batch is one dict with the keys {keys}; the loss function takes {takes} behind the model"
+        hint = f"The batch is one dict with the keys {keys}; the loss function takes {takes} after the model"
     if hint:
-        raise TypeError(f"{name}{signature} does not take these arguments behind the model: {mismatch}. {hint}")
+        raise TypeError(f"{name}{signature} does not take these arguments after the model: {mismatch}. {hint}")
 
 
 def _fits(bind: Callable[[], object]) -> bool:

@@ -32,7 +32,7 @@ def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, 
         CheckpointError: It is of another model, optimizer, step or loader. Nothing has changed.
     """
     if shows_average(step.model):
-        raise CheckpointError("the model shows its average: expected a restore behind the `with step.average()` block")
+        raise CheckpointError("the model shows its average: expected a restore after the `with step.average()` block")
     manifest = read_manifest(path)
     training = read_training(path, manifest)
     read = {name: read_tensors(path, name, manifest) for name in (MODEL, OPTIMIZER, STEP)}

@@ -198,7 +198,7 @@ class Checkpoints:
         Args:
             step: A step made as the one that was saved.
             loader: A loader made as the one that was saved; None: it is left alone.
-            which: "best": the valid one with the best metric; a number: the checkpoint of that number. Those behind it
+            which: "best": the valid one with the best metric; a number: the checkpoint of that number. Later ones
                 are then set aside (see `set_aside`), so that it is the newest one.
 
         Returns:

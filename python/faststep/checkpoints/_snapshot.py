@@ -124,7 +124,7 @@ def take(
         CheckpointError: Something cannot be written to such files.
     """
     if shows_average(step.model):
-        raise CheckpointError("the model shows its average: expected a save behind the `with step.average()` block")
+        raise CheckpointError("the model shows its average: expected a save after the `with step.average()` block")
     kept, counts = split(step.state, "step")
     parameters, others = split(step.model.parameters(), "model")
     if others:

@@ -36,7 +36,7 @@ def find_rate(
     for i in sorted({round(k * (len(found.rates) - 1) / (_LINES - 1)) for k in range(_LINES)} if found.rates else ()):
         typer.echo(f"{found.rates[i]:13.2e}{found.losses[i]:10.4f}")
     if found.diverged:
-        typer.echo("behind it the loss is not finite, or several times the least")
+        typer.echo("at higher rates the loss is not finite, or several times the least")
     if found.suggestion is None:
         raise Exit("no rate at which the loss falls: try a lower --low, or `faststep doctor CONFIG`")
     typer.echo(f"suggested: {found.suggestion:.2e}, a tenth of the rate with the least loss, {found.best:.2e}")

@@ -14,7 +14,7 @@ from faststep.cli._status import ConfigFile, Exit, Overrides
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Calls of the step that are recorded, behind the warm-up.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Calls of the step that are recorded, after the warm-up.")] = 30,
     warmup: Annotated[int, typer.Option(min=0, help="Calls before that: traces are made, kernels compiled.")] = 5,
     trace: Annotated[
         Path | None, typer.Option(help="Write the recording into this file too, for Perfetto or Chrome.")

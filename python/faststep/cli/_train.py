@@ -73,7 +73,7 @@ def resume(
 ) -> None:
     """Go on with a training from its newest valid checkpoint, as if it had not stopped.
 
-    From another one by --number or --best: those behind it go to RUN/checkpoints_set_aside.
+    From another one by --number or --best: later ones go to RUN/checkpoints_set_aside.
     """
     if best and number is not None:
         raise Exit("--best, --number: expected one of them, got both")

@@ -52,7 +52,7 @@ def verify_resume(
         typer.echo(f"{steps} steps without a stop ...")
         _finish(whole)
         seconds = _seconds(whole)
-        typer.echo(f"  {seconds:.1f} s behind the first one\nthe same, killed {kills} times ...")
+        typer.echo(f"  {seconds:.1f} s after the first one\nthe same, killed {kills} times ...")
         dead = _kill(killed, kills, seconds, random.Random(seed))
         _finish(killed)
         _compare(whole, killed)

@@ -166,7 +166,7 @@ class _Reader:
                     if isinstance(each, yaml.MappingNode):
                         yield from self.value(each, path).items()
                     else:
-                        self.refuse(path, "expected a mapping behind <<", key_node)
+                        self.refuse(path, "expected a mapping after <<", key_node)
 
     def scalar(self, node: yaml.ScalarNode, kind: str, path: Path) -> Any:
         text: str = node.value

@@ -31,7 +31,7 @@ class Loader:
     """An iterable over a dataset in batches.
 
     `for batch in loader` is one epoch, or what is left of it: after a loop that was left early, or a state that was
-    loaded, the next loop goes on behind the last batch that was taken. A batch is an `mx.array`, a tuple (for
+    loaded, the next loop goes on after the last batch that was taken. A batch is an `mx.array`, a tuple (for
     `step(*batch)`) or a dict (for `step(**batch)`), and every array in it is evaluated.
 
     **Sources.** A sequence (`__len__` and `__getitem__`: a list, a Hugging Face or PyTorch dataset; `__getitems__` is
@@ -230,7 +230,7 @@ class Loader:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The place behind the last batch that was taken, and which loader it is a place of: plain JSON values."""
+        """The place after the last batch that was taken, and which loader it is a place of: plain JSON values."""
         return {
             "version": VERSION,
             "epoch": self._epoch,

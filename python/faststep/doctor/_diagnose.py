@@ -66,7 +66,7 @@ def diagnose(
     **Processes.** MLX does not survive a fork, and models, losses and loaders that cannot be pickled are common. So
     the script itself runs again in another process, up to this call, and the rungs run there, each from the same
     weights: the objects are those that your training has. Behind a rung that hangs or dies the script runs once more.
-    Put what must not happen twice below `if __name__ == "__main__":`, or behind the call. In a notebook, in an
+    Put what must not happen twice below `if __name__ == "__main__":`, or after the call. In a notebook, in an
     interpreter, and below a test runner, there is no script to run again: then the rungs run in this process, and a
     second thread watches. A rung that hangs in Python code is interrupted; one that hangs in native code is told with
     its stacks, and the process has to be ended by hand. Model, optimizer and random states are put back behind each.
@@ -127,7 +127,7 @@ def _preamble(seconds: float, rungs: int, isolate: bool | None) -> str:
     if isolate:
         again = f"for each of {rungs} rungs, {span(seconds * rungs)} in all; isolate=None runs it once"
     else:
-        again = "once, and once more behind a rung that hangs or dies"
+        again = "once, and once more after a rung that hangs or dies"
     return f"the program took {span(seconds)} to come here and runs again {again}; isolate=False: not at all"
 
 

@@ -167,7 +167,7 @@ class Tracked:
             return [Finding("rate-zero", "failure", text, remedy, "optim.AdamW(learning_rate=1e-3)")]
         if len(self._rates) > 2 and not any(self._rates[-2:]):
             last = max(number for number, rate in enumerate(self._rates, 1) if rate)
-            text = f"the learning rate is 0 from step {last + 1} on: nothing is learned behind step {last}"
+            text = f"the learning rate is 0 from step {last + 1} on: nothing is learned after step {last}"
             remedy = "give the schedule the number of steps of the whole training, counted in updates"
             return [Finding("rate-zero", "failure", text, remedy, "optim.cosine_decay(1e-3, epochs * len(batches))")]
         adams = [each for each in getattr(optimizer, "optimizers", [optimizer]) if isinstance(each, optim.Adam)]

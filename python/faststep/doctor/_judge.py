@@ -18,7 +18,7 @@ _HANGS = {
     ),
     "evaluated": (REMEDY, CODE),
     "unevaluated": (
-        "evaluate parameters and optimizer state together behind every update",
+        "evaluate parameters and optimizer state together after every update",
         "mx.eval(loss, model.state, optimizer.state)",
     ),
     "prefetch": (
@@ -157,7 +157,7 @@ def _grows(rung: Measured, known: dict[str, Measured]) -> Iterator[tuple[str, Fi
 _REMEDIES = {
     "data": (
         "the data keep what they have given out: look for a list, a cache or a generator that holds batches",
-        "del batch   # behind its step",
+        "del batch   # after its step",
     ),
     "own": (
         "your step keeps arrays: evaluate parameters and optimizer state together, keep numbers and not arrays",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,16 +41,20 @@ def watched(function: Any, what: str, record: Recorder) -> Iterator[None]:
             remedy = "compile a function once, outside of the step, and call it there: each new function is traced anew"
             code = "compiled = mx.compile(function)   # once, above the loop"
             record.find(Finding("compiles-every-step", "warning", text, remedy, code))
+    most: dict[str, tuple[int, str]] = {}  # of each name, what has the largest graph in it
     for name, array in kept_by(function):
         if (count := operations(array)) >= max(_MANY, steps):
-            record.find(metric(name, count, steps, what))
+            root = re.split(r"[\[.]", name, maxsplit=1)[0]
+            most[root] = max(most.get(root, (0, "")), (count, name))
+    for count, name in most.values():
+        record.find(metric(name, count, steps, what))
 
 
 def metric(name: str, count: int, steps: int, what: str) -> Finding:
     """Return the finding of something that is kept and never evaluated."""
     text = f"`{name}`, which {what} keeps, is never evaluated: {count} operations wait behind it after {steps} steps"
     remedy = "evaluate it in every step, together with the loss, or keep a number"
-    return Finding("lazy-metric", "warning", text, remedy, f"mx.eval({name})   # or: {name} += loss.item()")
+    return Finding("lazy-metric", "warning", text, remedy, f"mx.eval({name})   # or keep loss.item()")
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, mx.array]]:
@@ -66,6 +71,6 @@ def left_behind(model: nn.Module, optimizer: Optimizer, steps: int) -> Finding |
         return None
     path, most = max(waiting.items(), key=lambda item: item[1])
     text = f"{len(waiting)} arrays are left unevaluated: {most} operations wait behind {path} after {steps} steps"
-    remedy = "evaluate parameters and optimizer state together behind every update: the graph grows until it hangs"
+    remedy = "evaluate parameters and optimizer state together after every update: the graph grows until it hangs"
     code = "mx.eval(loss, model.state, optimizer.state)   # or: loss = fast_step(model, optimizer, loss_fn, *batch)"
     return Finding("update-unevaluated", "failure", text, remedy, code)

@@ -56,10 +56,15 @@ class LossCalls:
         if logits.size >= _LEAST and bool(inside.all()) and not bool((logits == mx.round(logits)).all()):
             self._find(_probabilities(function, "a sigmoid"))
 
+    def softmax(self, x: mx.array, axis: Any) -> None:
+        """Look at the axes of a softmax: MLX takes all of them where none is given, that of the samples too."""
+        if axis is None and x.ndim > 1 and x.shape[0] > 1:
+            self._find(_over_all_axes(x))
+
     @property
     def unusable(self) -> bool:
         """True if the labels cannot be used: to compute on would read, and later write, where nothing belongs."""
-        return any(each.name != "probabilities" for each in self.findings)
+        return any(each.name in ("float-labels", "labels-out-of-range") for each in self.findings)
 
     def _find(self, finding: Finding) -> None:
         if finding.name not in (each.name for each in self.findings):
@@ -99,7 +104,11 @@ def watching_losses(calls: LossCalls) -> Iterator[None]:
         if with_logits:
             calls.score("nn.losses.binary_cross_entropy", inputs)
 
+    def softmax(x: mx.array, axis: Any = None, **_: Any) -> None:
+        calls.softmax(x, axis)
+
     looks: list[tuple[Any, str, Callable[..., None]]] = [
+        (mx, "softmax", softmax),
         (mx, "take_along_axis", take),
         (mx, "logsumexp", logsumexp),
         (mx.fast, "cross_entropy", fast),
@@ -107,15 +116,22 @@ def watching_losses(calls: LossCalls) -> Iterator[None]:
         (nn.losses, "cross_entropy", cross_entropy),
         (nn.losses, "binary_cross_entropy", binary),
     ]
-    replaced = {id(function := getattr(home, name)): (function, before(look, function)) for home, name, look in looks}
-    homes = [(vars(home), name) for home, name, _ in looks]
-    changed = [*homes, *(each for each in _names_of_users(replaced) if each not in homes)]
+    with replaced([(home, name, before(look, getattr(home, name))) for home, name, look in looks]):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(functions: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put others in the place of functions of a module in the block, also under the names of the user's modules."""
+    others = {id(function := getattr(home, name)): (function, other) for home, name, other in functions}
+    homes = [(vars(home), name) for home, name, _ in functions]
+    changed = [*homes, *(each for each in _names_of_users(others) if each not in homes)]
     try:
         for home, name in changed:
-            home[name] = replaced[id(home[name])][1]
+            home[name] = others[id(home[name])][1]
         yield
     finally:
-        originals = {id(watched): function for function, watched in replaced.values()}
+        originals = {id(other): function for function, other in others.values()}
         for home, name in changed:
             home[name] = originals.get(id(home[name]), home[name])
 
@@ -143,6 +159,15 @@ def _float_labels(labels: mx.array) -> Finding:
     kind = str(labels.dtype).removeprefix("mlx.core.")
     text = f"the {labels.size} labels of a cross entropy are {kind}: class numbers have to be integers"
     return Finding("float-labels", "failure", text, "cast them where the batch is made", "y = y.astype(mx.int32)")
+
+
+def _over_all_axes(x: mx.array) -> Finding:
+    text = (
+        f"mx.softmax without axis= is taken over all axes of shape {list(x.shape)}: the whole batch has the sum 1, not "
+        "each row"
+    )
+    remedy = "name the axis of the classes"
+    return Finding("softmax-axis", "warning", text, remedy, "mx.softmax(logits, axis=-1)")
 
 
 def _probabilities(function: str, what: str) -> Finding:

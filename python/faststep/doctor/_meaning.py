@@ -289,7 +289,7 @@ _LABELS_CODE = (
     'nn.losses.cross_entropy(logits, y, reduction="mean")\n'
     "# a language model: nn.losses.cross_entropy(logits[:, :-1], tokens[:, 1:], reduction='mean')"
 )
-_SHIFT = "compare each output with the token behind it"
+_SHIFT = "compare each output with the next token"
 _FUTURE = "give attention the causal mask, and let nothing else mix places (a mean over the sequence, a convolution)"
 _FUTURE_CODE = "mask = nn.MultiHeadAttention.create_additive_causal_mask(tokens.shape[1])   # for every layer"
 _SHIFT_CODE = "nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction='mean')"

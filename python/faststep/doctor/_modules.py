@@ -117,9 +117,17 @@ class Layouts:
                 "values change smoothly along the last axis, as along time or space, so channels seem to come first"
             )
             self.findings.append(Finding("channels-first", "warning", text, remedy, code))
+        elif x.shape[1] < x.shape[-1] == wanted and _is_smoother_along_channels(x, 0.25):
+            text = (
+                f"{path} ({type(module).__name__}) gets {list(x.shape)} and takes the last axis as {wanted} channels: "
+                "the values change smoothly along it, as along time or space"
+            )
+            remedy = "nothing is wrong if those are channels, such as frequencies; otherwise transpose, and let the "
+            remedy += f"convolution have {x.shape[1]} input channels"
+            self.findings.append(Finding("channels-first", "note", text, remedy, code))
 
 
-def _is_smoother_along_channels(x: mx.array) -> bool:
+def _is_smoother_along_channels(x: mx.array, least: float = 0.5) -> bool:
     """Return whether neighbours along the last axis are much more alike than those along the second one."""
     x = x.astype(mx.float32)
 
@@ -128,7 +136,7 @@ def _is_smoother_along_channels(x: mx.array) -> bool:
         ahead, behind = mx.take(x, mx.arange(1, n), axis=axis), mx.take(x, mx.arange(n - 1), axis=axis)
         return float(mx.abs(ahead - behind).mean())
 
-    return roughness(x.ndim - 1) < 0.5 * roughness(1)
+    return roughness(x.ndim - 1) < least * roughness(1)
 
 
 class Indices:

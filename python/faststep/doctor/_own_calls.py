@@ -16,6 +16,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from faststep._step import call_with
+from faststep.doctor._loss_functions import replaced
 from faststep.doctor._recorder import Recorder
 from faststep.doctor._subject import Subject
 from faststep.doctor._user_code import is_users, shown
@@ -37,6 +38,7 @@ class OwnCall:
         moved: The parameters that it changed, trainable or not.
         updates: For each update by an optimizer: the optimizer, its count of steps behind it, and the gradients that it
             got; None where they have no values (a compiled step).
+        clips: Norms to which `optim.clip_grad_norm` was to clip.
         count: The count of steps of the optimizer that was handed over, behind the call.
         errors: Exceptions in the user's code that did not come out of it: `train.py:12: ValueError: ...`.
     """
@@ -46,6 +48,7 @@ class OwnCall:
     before: Named
     moved: set[str] = field(default_factory=set)
     updates: list[tuple[Any, int | None, Named | None]] = field(default_factory=list)
+    clips: list[float] = field(default_factory=list)
     count: int | None = None
     errors: list[str] = field(default_factory=list)
 
@@ -67,7 +70,7 @@ def own_calls(subject: Subject, record: Recorder) -> list[OwnCall]:
         everything: Named = dict(tree_flatten(model.parameters()))
         call = OwnCall(batches[len(calls) % len(batches)], len(calls), dict(tree_flatten(model.trainable_parameters())))
         mx.random.seed(call.seed)
-        with _updates(call), _errors(call):
+        with _updates(call), _clips(call), _errors(call):
             call_with(call.batch, own_step)
         after: Named = dict(tree_flatten(model.parameters()))
         names = [name for name in everything.keys() & after.keys() if not name.endswith(_BUFFERS)]
@@ -110,6 +113,20 @@ def _updates(call: OwnCall) -> Iterator[None]:
     finally:
         for kind, function in zip(kinds, before, strict=True):
             kind.apply_gradients = function
+
+
+@contextlib.contextmanager
+def _clips(call: OwnCall) -> Iterator[None]:
+    """Take note of the norms to which gradients are clipped in the block."""
+    function: Any = optim.clip_grad_norm
+
+    @functools.wraps(function)
+    def watched(grads: Any, max_norm: float) -> Any:
+        call.clips.append(float(max_norm))
+        return function(grads, max_norm)
+
+    with replaced([(optim, "clip_grad_norm", watched)]):
+        yield
 
 
 def _count(optimizer: Any) -> int | None:

@@ -11,12 +11,11 @@ import mlx.core as mx
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from faststep.doctor import _shapes
 from faststep.doctor._finding import Finding
 from faststep.doctor._kept import Kept
 from faststep.doctor._own_calls import Named, OwnCall, own_calls
 from faststep.doctor._recorder import Recorder
-from faststep.doctor._rungs_plain import clipped, value_and_gradients
+from faststep.doctor._rungs_plain import clipped, draws, value_and_gradients
 from faststep.doctor._subject import Subject
 from faststep.doctor._weights import uneven
 
@@ -45,7 +44,8 @@ class _Compared:
         self._windows = list(_windows(calls))
         self._moved = {name for call in calls for name in call.moved}
         self._updates = [each for call in calls for each in call.updates]
-        noisy = _shapes.draws(subject.model)
+        noisy = draws(subject)
+        kept.restore()
         self._close = _CLOSE_IN_NOISE if noisy else _CLOSE
         self._along = _ALONG_IN_NOISE if noisy else _ALONG
 
@@ -125,8 +125,8 @@ class _Compared:
             yield Finding("state-lost", "failure", text, remedy, "optimizer = optim.AdamW(1e-3)   # once")
         elif len(optimizers) == 1 and None not in counts and len(set(counts)) == 1:
             text = (
-                f"the optimizer's state is lost between updates: its count of steps is {counts[0]} behind each of "
-                f"{len(counts)} updates, where it should be {len(counts)} behind the last"
+                f"the optimizer's state is lost between updates: its count of steps is {counts[0]} after each of "
+                f"{len(counts)} updates, where it should be {len(counts)} after the last"
             )
             yield Finding("state-lost", "failure", text, remedy, "optimizer = optim.AdamW(1e-3)   # once")
 
@@ -180,23 +180,25 @@ class _Compared:
         elif cosine > self._along and abs(ratio - 1) < self._close:
             if count > 1 and (found := uneven(self._subject, [call.batch for call in window])) is not None:
                 yield found
-            yield from self._unclipped(given, norm)
+            yield from self._unclipped(window[-1], given, norm)
             yield from self._old(mean)
         elif abs(cosine) < self._along or ratio > 1.5:
             text = f"{what} not those of the loss function on the same batches: {ratio:.3g} times, cosine {cosine:.2f}"
             remedy = "nothing is wrong if your step computes another loss, weighs it or adds to it"
             yield Finding("other-gradients", "note", text, remedy)
 
-    def _unclipped(self, given: list[Named], norm: float) -> Iterator[Finding]:
+    def _unclipped(self, call: OwnCall, given: list[Named], norm: float) -> Iterator[Finding]:
         """Yield the finding of gradients that reach the optimizer whole, where they are to be clipped."""
         most = self._subject.options.get("max_grad_norm")
-        if given and most is not None and norm > 1.1 * most:
+        limits = [(most, "max_grad_norm is")] if most is not None else []
+        limits += [(each, "the result of clip_grad_norm is not used, whose limit is") for each in call.clips]
+        limit, what = next((each for each in limits if norm > 1.1 * each[0]), (None, ""))
+        if given and limit is not None:
             text = (
-                f"your step does not clip: its optimizer gets gradients of the norm {norm:.3g}, and max_grad_norm is "
-                f"{most:.3g}"
+                f"your step does not clip: its optimizer gets gradients of the norm {norm:.3g}, and {what} {limit:.3g}"
             )
             remedy = "clip between the gradients and the update, and update by what is returned"
-            code = f"gradients, _ = optim.clip_grad_norm(gradients, {most:g})   # before optimizer.update"
+            code = f"gradients, _ = optim.clip_grad_norm(gradients, {limit:g})   # before optimizer.update"
             yield Finding("not-clipped", "warning", text, remedy, code)
 
     def _old(self, before: Named) -> Iterator[Finding]:
@@ -214,7 +216,7 @@ class _Compared:
                 remedy = (
                     "begin each window with gradients of its own: nothing resets the sum, or nothing computes it anew"
                 )
-                yield Finding("old-gradients", "failure", text, remedy, "total = None   # behind each update")
+                yield Finding("old-gradients", "failure", text, remedy, "total = None   # after each update")
                 return
 
     def _mean(self, window: list[OwnCall]) -> Named:

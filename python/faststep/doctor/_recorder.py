@@ -1,4 +1,4 @@
-"""Record that a rung writes while it runs, a line of JSON behind each step, for the process that watches it."""
+"""Record that a rung writes while it runs, a line of JSON after each step, for the process that watches it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Recorder:
         self.say("error", error=type(error).__name__, message=str(error), place=place_of(error), trace=text[-6000:])
 
     def step(self, seconds: float, loss: Any = None) -> None:
-        """Write what a step took, and the memory behind it."""
+        """Write what a step took, and the memory after it."""
         self.taken += 1
         number = None if loss is None else float(loss)
         value = number if number is None or math.isfinite(number) else str(number)
@@ -94,7 +94,7 @@ class Recorder:
         return taken
 
     def enough(self, steps: int | None = None) -> Callable[[], bool]:
-        """Begin a rung, and return what tells behind each of its steps whether there are enough, or the time is up.
+        """Begin a rung, and return what tells after each of its steps whether there are enough, or the time is up.
 
         Args:
             steps: How many at most; None: the recorder's. Three times as many where memory seems to grow.

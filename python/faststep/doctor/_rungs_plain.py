@@ -11,6 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from faststep._random import mlx_key
 from faststep._step import call_with
 from faststep.doctor import _lazy
 from faststep.doctor._finding import Finding
@@ -168,6 +169,13 @@ def plain_step(subject: Subject, batch: Any) -> mx.array:
 def value_and_gradients(subject: Subject, batch: Any) -> tuple[Any, Any]:
     """Return what the loss function returns, and the gradients."""
     return call_with(batch, nn.value_and_grad(subject.model, subject.loss_fn), subject.model)  # type: ignore[no-any-return]
+
+
+def draws(subject: Subject) -> bool:
+    """Return whether the loss draws random numbers of MLX: for dropout, noise or samples."""
+    before = mlx_key().tolist()
+    value_and_gradients(subject, subject.some()[0])
+    return bool(mlx_key().tolist() != before)
 
 
 def clipped(subject: Subject, gradients: Any) -> Any:

@@ -20,7 +20,7 @@ from faststep._step import Step, call_with
 from faststep.doctor import _lazy, _own_step, _python_time, _shapes
 from faststep.doctor._finding import Finding
 from faststep.doctor._recorder import Recorder
-from faststep.doctor._rungs_plain import clipped, first, value_and_gradients
+from faststep.doctor._rungs_plain import clipped, draws, first, value_and_gradients
 from faststep.doctor._subject import Subject
 from faststep.doctor._user_code import place_of
 
@@ -228,8 +228,11 @@ def own(subject: Subject, record: Recorder) -> None:
         record.find(left)
     before = mlx_key()  # not that before the first step, which may have been traced
     body(subject.some()[0])
-    if _shapes.draws(subject.model) and before.tolist() == mlx_key().tolist():
-        text = "the model has dropout, and your step leaves mx.random.state as it was: every step draws the same mask"
+    if before.tolist() == mlx_key().tolist() and draws(subject):
+        text = (
+            "the loss draws random numbers (dropout, noise), and your step leaves mx.random.state as it was: every "
+            "step draws the same ones"
+        )
         remedy = "let a compiled step take the random state and give it back"
         code = (
             "state = [model.state, optimizer.state, mx.random.state]\n@partial(mx.compile, inputs=state, outputs=state)"

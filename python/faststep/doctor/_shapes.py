@@ -55,11 +55,6 @@ def _signature(leaf: Any) -> Any:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else repr(leaf)[:60]
 
 
-def draws(model: nn.Module) -> bool:
-    """Return whether the model draws random numbers as it trains: it has dropout that is on."""
-    return any(module.training and probability(module) > 0 for module in model.modules())
-
-
 def probability(module: nn.Module) -> float:
     """Return the share that a dropout layer drops; 0 for other layers."""
     kept = getattr(module, "_p_1", None) if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d) else None

@@ -81,7 +81,7 @@ def arguments(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def argument_names(loss_fn: Callable[..., Any]) -> list[str]:
-    """Return the names of a loss function's positional arguments behind the model; none where they are not known."""
+    """Return the names of a loss function's positional arguments after the model; none where they are not known."""
     try:
         function = getattr(loss_fn, "loss_fn", loss_fn)  # of a `LossWithMetrics`
         parameters = list(inspect.signature(function).parameters.values())[1:]

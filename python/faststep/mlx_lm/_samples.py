@@ -20,7 +20,7 @@ _NOTES = {
     "tools": "with tools that the chat template leaves out",
     "messages": "with messages that the chat template leaves out",
     "special": "with special tokens written in a message, which are read as such",
-    "unended": "without a token of the end behind the answer: a model learns no end from them",
+    "unended": "without an end token after the answer: the model does not learn to stop",
 }
 
 

@@ -56,7 +56,7 @@ def parted(model: nn.Module, tokens: mx.array, **places: Any) -> Parted:
         out = model(tokens, **places)
     if len(seen) != 1 or out is not seen[0]:
         raise ValueError(
-            f"in_chunks: {_name(model)} changes its logits behind its last layer (by a scale or a cap, say), so that a "
+            f"in_chunks: {_name(model)} changes its logits after its last layer (by a scale or a cap, say), so that a "
             "loss needs all of them: set in_chunks to false"
         )
     return Parted(out, head if isinstance(head, FewBits) else head.weight, head.get("bias"))

@@ -220,7 +220,7 @@ class Trainer(Loop):
                 )
 
     def stop(self) -> None:
-        """End the training behind the step under way, with a checkpoint; with a group that of all ranks."""
+        """End the training after the current step, with a checkpoint; with a group that of all ranks."""
         self._asked = True
         if self.ranks.size == 1:
             self._reason = self._reason or "callback"
@@ -251,7 +251,7 @@ class Trainer(Loop):
     def train(self, resume: Resume = "auto") -> Result:
         """Train to the end, from a checkpoint in the run's folder.
 
-        The first SIGINT or SIGTERM ends the training behind the batch under way, with a checkpoint; `Result.reason`
+        The first SIGINT or SIGTERM ends the training after the current batch, with a checkpoint; `Result.reason`
         tells. A `Loader` that is still waited for five seconds later is left in the middle of that batch, which is
         taken again on resume. The second signal does what it does otherwise.
 
@@ -259,7 +259,7 @@ class Trainer(Loop):
             resume: "auto": go on from the newest valid checkpoint in `run`, and begin where there is none; the log
                 says what is another than before (the loss, the optimizer's settings, options, rates), and where nothing
                 is left to train. True: the same, and refuse a folder without checkpoints. False: begin, and refuse a
-                folder with checkpoints. "best", or the number of a step: go on from that checkpoint; those behind it go
+                folder with checkpoints. "best", or the number of a step: go on from that checkpoint; later ones go
                 to `run/checkpoints_set_aside`.
 
         Returns:
@@ -304,7 +304,7 @@ class Callback:
     """Methods that are called in the course of a training; a subclass overrides what it needs.
 
     `trainer.step` is the `faststep.Step`, `trainer.number` says how many steps are made, `trainer.log` logs values, and
-    `trainer.stop()` ends the training behind the step under way. An exception ends it too, as a `TrainingError` of the
+    `trainer.stop()` ends the training after the current step. An exception ends it too, as a `TrainingError` of the
     phase "callback".
 
     A callback that has `state` (plain JSON values) and `load_state(state)` is saved with each checkpoint, and goes on
@@ -338,7 +338,7 @@ class Callback:
         """Called before the first batch of an epoch with its number, from 1; not where a resume goes on within it."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        """Called behind the last batch of an epoch, and behind the validation and checkpoint that are due there."""
+        """Called after the last batch of an epoch, and after the validation and checkpoint that are due there."""
 
     def on_step(self, trainer: Trainer, number: int) -> None:
         """Called after each step with their number; the last ones may still be under way on the device."""
