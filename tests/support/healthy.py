@@ -147,6 +147,22 @@ def loss_fn(model, tokens, labels):
     losses = nn.losses.cross_entropy(model(tokens, causal=False), mx.where(there, labels, 0)) * there
     return losses.sum() / there.sum()
 """,
+    "tokens behind a prefix": WORDS
+    + """
+class Prefixed(Words):
+    def __init__(self):
+        super().__init__()
+        self.prefix = nn.Linear(8, 24)
+    def __call__(self, x, tokens):
+        h = mx.concatenate([self.prefix(x)[:, None], self.embedding(tokens)], axis=1)
+        mask = nn.MultiHeadAttention.create_additive_causal_mask(h.shape[1])
+        return self.head(self.norm(h + self.attention(h, h, h, mask)))[:, :-1]
+model = Prefixed()
+rows = rng.standard_normal((40, 8)).astype(np.float32)
+batches = [(mx.array(rows[i : i + 4]), mx.array(tokens[i : i + 4])) for i in range(0, 40, 4)]
+def loss_fn(model, x, tokens):
+    return nn.losses.cross_entropy(model(x, tokens), tokens, reduction="mean")
+""",
     "labels that are shifted in the data": WORDS
     + """
 batches = [(mx.array(tokens[i : i + 4, :-1]), mx.array(tokens[i : i + 4, 1:])) for i in range(0, 40, 4)]

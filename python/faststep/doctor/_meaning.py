@@ -126,7 +126,10 @@ class _Look:
             return
         copy, following, second = (each / flat for each in ahead if each is not None)
         if copy < 0.3 and following > 3 * copy + 0.05:
-            level: Any = "failure" if self._is_causal(leaf, values, begin) else "note"
+            before, at = self._changed_by_last(leaf, values, begin)
+            if not at:
+                return  # an output does not see the token of its own place, as behind a prefix: nothing can be copied
+            level: Any = "note" if before else "failure"
             text = (
                 f"the loss of a model that copies its input is {copy * flat:.3g}, that of one that knows the next "
                 f"token {following * flat:.3g}: logits and labels are not shifted by one, so that copying is learned"
@@ -138,7 +141,7 @@ class _Look:
                 f"{following * flat:.3g} for the next one: logits and labels are shifted twice"
             )
             yield Finding("shifted-twice", "failure", text, "shift once: in the data or in the loss", _SHIFT_CODE)
-        elif following < 0.3 and copy > 3 * following + 0.05 and not self._is_causal(leaf, values, begin):
+        elif following < 0.3 and copy > 3 * following + 0.05 and self._changed_by_last(leaf, values, begin)[0]:
             text = (
                 f"the loss is that of the next token, and the model sees it: the outputs before the last place change "
                 f"with the token of {name} there"
@@ -209,19 +212,20 @@ class _Look:
         last = _put(self._outputs[-1], self._output, made)
         return self._losses.with_outputs(self._batch, [*self._outputs[:-1], last])
 
-    def _is_causal(self, leaf: Any, values: np.ndarray[Any, Any], begin: int) -> bool:
-        """Return whether the last token that the model reads changes nothing in the outputs before it."""
-        before = self._output
-        if before is None:
-            return False
-        last = begin + before.shape[1] - 1
+    def _changed_by_last(self, leaf: Any, values: np.ndarray[Any, Any], begin: int) -> tuple[bool, bool]:
+        """Return whether the last token that the model reads changes outputs before its place, and the one at it."""
+        out = self._output
+        if out is None:
+            return True, True
+        last = begin + out.shape[1] - 1
         other = values.copy()
         other[:, last] = values[:, 0] + (values[:, 0] == values[:, last])
         other[:, last] %= max(1, int(values.max()) + 1)
         if self._losses.of(replaced(self._batch, leaf, like(other, leaf))) is None or not self._losses.calls:
-            return False
+            return True, True
         now = arrays_of(self._losses.calls[-1].value)[0]
-        return bool(mx.allclose(now[:, :-1], before[:, :-1], atol=1e-4))
+        before = not mx.allclose(now[:, :-1], out[:, :-1], atol=1e-4)
+        return before, not mx.allclose(now[:, -1], out[:, -1], atol=1e-4)
 
 
 def _known(subject: Subject, place: int) -> np.ndarray[Any, Any]:
