@@ -141,6 +141,22 @@ def test_numbers_that_differ_are_found() -> None:
     assert "the numbers differ" in found.verdict
 
 
+def test_the_modules_have_their_shapes() -> None:
+    model = Net()
+    model.layers[0].freeze()
+    found = faststep.check(model, optim.SGD(0.1), loss_fn, batches(), steps=2, seconds=0)
+    modules = {each.path: each for each in found.modules}
+    assert [each.path for each in found.modules][:2] == ["first", "norm"]
+    assert (modules["layers.0"].output, modules["layers.0"].parameters, modules["layers.0"].frozen) == (
+        (16, 32),
+        1056,
+        1056,
+    )
+    assert (modules["layers.1"].kind, modules["layers.1"].frozen) == ("Linear", 0)
+    assert str(found).startswith("module ")
+    assert "[16, 32]" in str(found)
+
+
 def test_no_batches_are_refused() -> None:
     with pytest.raises(ValueError, match="expected at least one batch"):
         faststep.check(Net(), optim.SGD(0.1), loss_fn, [])

@@ -14,8 +14,9 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map
 
 from faststep._step import Options, Step, call_with, whole_number
-from faststep.doctor._comparison import ALLOWED, Comparison, Difference, Timing
+from faststep.doctor._comparison import ALLOWED, Comparison, Difference, ModuleShape, Timing
 from faststep.doctor._kept import Kept
+from faststep.doctor._modules import watching
 from faststep.doctor._plain import EPS, PlainLoop, nudged
 
 NOISE = 1 + 3e-7  # what the gradients of the second plain run are multiplied by
@@ -103,6 +104,8 @@ class _Check:
 
     def run(self, seconds: float) -> Comparison:
         """Compare numbers, then measure."""
+        modules = self._modules()
+        self.kept.restore()
         plain = self._follow(self._plain())
         self.kept.restore()
         self._nudge()
@@ -123,7 +126,21 @@ class _Check:
             native_time,
             plain_time,
             self._notes(plain),
+            modules,
         )
+
+    def _modules(self) -> tuple[ModuleShape, ...]:
+        """Call the loss once, and return the modules with the shapes of their outputs."""
+        outputs: dict[str, tuple[int, ...] | None] = {}
+
+        def look(path: str, _: nn.Module, __: list[mx.array], arrays: list[mx.array]) -> None:
+            outputs.setdefault(path, tuple(arrays[0].shape) if arrays else None)
+
+        with watching(self.model, look):
+            mx.eval(call_with(self.batches[0], self.loss_fn, self.model))
+        modules = {path or "model": each for path, each in self.model.named_modules()}
+        called = {path: modules[path] for path in outputs if path in modules}
+        return tuple(_shape(path, each, outputs.get(path)) for path, each in (called | modules).items())
 
     def _plain(self, factor: float = 1.0) -> PlainLoop:
         chosen = Options(**{name: value for name, value in self.options.items() if name in Options._fields})
@@ -202,6 +219,13 @@ class _Check:
         mx.eval(loss)
         mx.synchronize()
         return (time.perf_counter() - start) / count
+
+
+def _shape(path: str, module: nn.Module, output: tuple[int, ...] | None) -> ModuleShape:
+    own: dict[str, Any] = {name: each for name, each in module.items() if isinstance(each, mx.array)}
+    trains = module.trainable_parameters()
+    frozen = sum(each.size for name, each in own.items() if name not in trains)
+    return ModuleShape(path, type(module).__name__, output, sum(each.size for each in own.values()), frozen)
 
 
 def _named(kind: str, tree: Any) -> Arrays:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from faststep._records import figure, size, span
+from faststep._records import count, figure, size, span
 
 ALLOWED = 10.0  # times the noise
+_LINES = 60  # of the summary of the modules
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,25 @@ class Difference:
     def excess(self) -> float:
         """The difference by the limit."""
         return self.difference / self.limit if self.limit else float("inf") if self.difference else 0.0
+
+
+@dataclass(frozen=True)
+class ModuleShape:
+    """A module of the model, as the first batch goes through it.
+
+    Attributes:
+        path: Its path: "layers.0".
+        kind: Its class.
+        output: The shape of its output; None where it returns no array, or is not called.
+        parameters: The number of its own parameters, without those of modules inside it.
+        frozen: How many of these do not train.
+    """
+
+    path: str
+    kind: str
+    output: tuple[int, ...] | None
+    parameters: int
+    frozen: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class Comparison:
         native: Time and memory of the step; None where nothing was measured.
         plain: Those of plain MLX.
         notes: What the reader should know.
+        modules: The modules in the order of their calls, those that are not called last.
     """
 
     steps: int
@@ -90,6 +111,7 @@ class Comparison:
     native: Timing | None
     plain: Timing | None
     notes: tuple[str, ...] = ()
+    modules: tuple[ModuleShape, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -131,6 +153,7 @@ class Comparison:
             numbers = (each.difference, each.noise, each.limit)
             rows.append((each.kind, *(f"{number:.1e}" for number in numbers), figure(each.scale), each.path))
         lines = [
+            *_summary(self.modules),
             f"{self.steps} steps, mode {self.mode}" + (f": {self.reason}" if self.reason else ""),
             "",
             *_aligned(rows),
@@ -139,6 +162,18 @@ class Comparison:
         if self.native and self.plain:
             lines += [f"native  {self.native}", f"plain   {self.plain}", ""]
         return "\n".join([*lines, *self.notes, self.verdict])
+
+
+def _summary(modules: Sequence[ModuleShape]) -> list[str]:
+    """Return the modules with parameters of their own as lines of text; of many the first ones and the last ones."""
+    rows: list[tuple[str, ...]] = [("module", "output", "parameters", "frozen", "class")]
+    for each in (each for each in modules if each.parameters):
+        output = "-" if each.output is None else str(list(each.output))
+        rows.append((each.path, output, count(each.parameters), count(each.frozen), each.kind))
+    total = [count(sum(getattr(each, name) for each in modules)) for name in ("parameters", "frozen")]
+    lines = _aligned([*rows, ("all", "", *total, "")])
+    left = len(lines) - _LINES
+    return [*(lines if left < 1 else [*lines[: _LINES // 2], f"... {left} more", *lines[-_LINES // 2 :]]), ""]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
