@@ -268,6 +268,12 @@ def test_the_users_error_keeps_its_traceback(config: Path) -> None:
     assert "faststep/config" not in done.stderr
 
 
+def test_a_warning_of_the_step_is_printed_without_its_place(config: Path) -> None:
+    done = faststep("train", config, *set_(loss={"use": "mine.py:without_gradient"}, train__steps=20))
+    assert re.search(r"^faststep: the loss of the first 16 steps does not depend on model\.", done.stderr, re.MULTILINE)
+    assert "RuntimeWarning" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,6 +6,7 @@ import faulthandler
 import inspect
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Annotated
@@ -68,7 +69,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
     """Take the options before the command."""
@@ -77,6 +78,7 @@ def _options(
 def main() -> None:
     """Run the command that stands on the line."""
     faulthandler.enable()  # a memory fault tells where it was
+    warnings.formatwarning = _formatted
     try:
         app()
     except Exception as error:
@@ -87,6 +89,17 @@ def main() -> None:
             traceback.print_exception(type(cause), cause, _users(cause))
         print(f"faststep: {error}", file=sys.stderr)
         raise SystemExit(status) from None
+
+
+_with_place = warnings.formatwarning
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as it is printed: one of this package without the place of the call, which is in the package."""
+    text = str(message)
+    return f"{text}\n" if text.startswith("faststep: ") else _with_place(message, category, filename, lineno, line)
 
 
 def _status(error: Exception) -> int | None:

@@ -16,7 +16,7 @@ from faststep.cli._status import DIFFERS, Exit, Overrides, RunFolder
 if TYPE_CHECKING:
     from faststep.checkpoints import Checkpoint
 
-app = typer.Typer(help="Look at checkpoints, verify them, export weights.", no_args_is_help=True)
+app = typer.Typer(help="List checkpoints, verify them, export weights.", no_args_is_help=True)
 Kind = Literal["adapters", "peft", "fuse"]
 Folder = Annotated[Path, typer.Argument(help="A run, or one of its checkpoints.", show_default=False)]
 
@@ -54,22 +54,21 @@ def export(
     path: Folder,
     file: Annotated[Path | None, typer.Argument(help="The safetensors file to write.", show_default=False)] = None,
     average: Annotated[bool, typer.Option("--average", help="The moving average of the weights.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Of a run: that with the best monitored value.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
     adapters: Annotated[Path | None, typer.Option(help="A folder for the adapters, in mlx-lm's format.")] = None,
     peft: Annotated[Path | None, typer.Option(help="A folder for the adapters, in the format of PEFT.")] = None,
     fuse: Annotated[
         Path | None, typer.Option(help="A folder for the whole model, as Hugging Face lays it out.")
     ] = None,
-    bits: Annotated[int | None, typer.Option(help="With --fuse: weights of as many bits again.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="With --bits: weights that share a scale.")] = None,
+    bits: Annotated[int | None, typer.Option(help="With --fuse: quantize the weights to so many bits.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="With --bits: how many weights share a scale.")] = None,
     mode: Annotated[str, typer.Option(help="With --bits: affine, mxfp4, nvfp4 or mxfp8.")] = "affine",
     overrides: Overrides = None,
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest one) as `model.load_weights` reads them.
 
-    Of a model of mlx-lm: its adapters (--adapters DIR, --peft DIR), or plain weights with the adapters in them
-    (--fuse DIR), in few bits again with --bits.
-    Name the base model's folder if it has moved: --set model.path=FOLDER.
+    For a model of mlx-lm: its adapters (--adapters DIR, --peft DIR), or plain weights with the adapters fused
+    (--fuse DIR), quantized again with --bits. Name the base model's folder if it has moved: --set model.path=FOLDER.
     """
     places = [each for each in (file, adapters, peft, fuse) if each is not None]
     if len(places) != 1:

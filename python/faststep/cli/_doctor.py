@@ -17,20 +17,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="The YAML file of a training.", show_default=False)] = None,
     overrides: Overrides = None,
-    timeout: Annotated[float, typer.Option(help="Seconds without a step after which a rung hangs.", min=1)] = 120.0,
-    steps: Annotated[int, typer.Option(help="Steps of a rung at most.", min=1)] = 40,
-    seconds: Annotated[float, typer.Option(help="Seconds of a rung.", min=0)] = 4.0,
-    rung: Annotated[list[str] | None, typer.Option(help="Only this rung. Several times.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with all that was measured.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds without a step after which a rung counts as hanging.", min=1)
+    ] = 120.0,
+    steps: Annotated[int, typer.Option(help="The largest number of steps of a rung.", min=1)] = 40,
+    seconds: Annotated[float, typer.Option(help="How many seconds a rung may take.", min=0)] = 4.0,
+    rung: Annotated[list[str] | None, typer.Option(help="Run only this rung; may be repeated.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with all measurements.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong: with the environment, or with the training of a config.
+    """Find what is wrong with this machine, or with the training of a config.
 
     Without a config: versions, back end, BLAS, compiler, memory, disk, and one step beside plain MLX. With a config:
-    its parts one by one, each in a process of its own, from the data alone to the native step and the checkpoints; the
-    first that hangs, leaks, fails or slows is named, with the remedy. Nothing is written.
+    its parts one by one, in another process, from the data alone to the native step and the checkpoints. It names what
+    hangs, leaks, fails or is slow, and what to do. Nothing is written.
 
-    Exit code 1 where something has failed.
+    Exit code 1 if something has failed.
     """
     if config is None:
         from faststep.doctor import environment
@@ -96,12 +98,14 @@ def check(
     config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="How many batches each side takes.", min=1)] = 10,
-    seconds: Annotated[float, typer.Option(help="How long time and memory are measured; 0: not.", min=0)] = 3.0,
+    seconds: Annotated[
+        float, typer.Option(help="How many seconds time and memory are measured; 0: not at all.", min=0)
+    ] = 3.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the native step with plain MLX on a config's model and data: numbers, time and memory.
+    """Show a config's model with its shapes, and compare the native step with plain MLX: numbers, time and memory.
 
-    Nothing is written. Exit code 3 where the numbers differ by more than rounding.
+    Nothing is written. Exit code 3 if the numbers differ by more than rounding.
     """
     from faststep.config import build, load
     from faststep.doctor import check

@@ -19,10 +19,12 @@ _LOOKED = 8  # batches, of which the largest is taken
 def find_batch(
     config: ConfigFile,
     overrides: Overrides = None,
-    memory: Annotated[float | None, typer.Option(help="Gigabytes; the device's without it.", min=0)] = None,
-    most: Annotated[int, typer.Option(help="The largest batch size that is tried.", min=1)] = 1024,
+    memory: Annotated[
+        float | None, typer.Option(help="Memory in gigabytes; the default is the device's.", min=0)
+    ] = None,
+    most: Annotated[int, typer.Option(help="The largest batch size to try.", min=1)] = 1024,
 ) -> None:
-    """Double the batch size of a config while its steps fit into memory, by plans; nothing is computed or saved."""
+    """Find the largest batch size, a power of two, that fits into memory by its plan; nothing is computed or saved."""
     from faststep._records import size as told
 
     found: int | None = None

@@ -14,11 +14,11 @@ _LINES = 12  # of the table
 def find_rate(
     config: ConfigFile,
     overrides: Overrides = None,
-    low: Annotated[float, typer.Option(help="The first rate.")] = 1e-7,
-    high: Annotated[float, typer.Option(help="The last one.")] = 1.0,
+    low: Annotated[float, typer.Option(help="The first learning rate.")] = 1e-7,
+    high: Annotated[float, typer.Option(help="The last learning rate.")] = 1.0,
     steps: Annotated[int, typer.Option(min=3, help="How many updates.")] = 100,
 ) -> None:
-    """Train some steps of a config with a learning rate that rises, and suggest one; nothing is saved."""
+    """Train a few steps of a config with a rising learning rate, and suggest one; nothing is saved."""
     from faststep.config import build, load
     from faststep.training import find_rate
 

@@ -13,9 +13,9 @@ from faststep.cli._status import Exit
 
 def from_mlx_lm(
     file: Annotated[Path, typer.Argument(help="A config of mlx_lm.lora, YAML or JSON.", show_default=False)],
-    out: Annotated[Path | None, typer.Argument(help="The config to write; stdout without it.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="The config to write; the default is stdout.")] = None,
 ) -> None:
-    """Convert a config of `mlx_lm.lora` into one of this package; what it does not have is told on stderr."""
+    """Convert a config of `mlx_lm.lora` to one of this package; keys that cannot be converted are named on stderr."""
     from faststep.config import read, validate, write
     from faststep.mlx_lm import from_mlx_lm
 

@@ -20,7 +20,7 @@ _PLACES = {"gitignore": ".gitignore"}  # files that would be hidden in a package
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder, new or empty.", show_default=False)],
 ) -> None:
-    """Write a project to begin with: config, model, loss, data and a test.
+    """Write a project to start from: config, model, loss, data, a loop and a test.
 
     It trains at once, a classifier of points on three spirals: `faststep train config.yaml` in the folder, and
     `python -m pytest`. Change its files for what is yours. A folder that has anything in it but .git is left alone.

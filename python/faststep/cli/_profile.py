@@ -14,12 +14,14 @@ from faststep.cli._status import ConfigFile, Exit, Overrides
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Calls of the step that are recorded, after the warm-up.")] = 30,
-    warmup: Annotated[int, typer.Option(min=0, help="Calls before that: traces are made, kernels compiled.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="How many calls of the step to record, after the warm-up.")] = 30,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="How many calls to make first, while traces are made and kernels compiled.")
+    ] = 5,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the recording into this file too, for Perfetto or Chrome.")
+        Path | None, typer.Option(help="Write the recording to this file, for Perfetto or Chrome.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with it, with memory by what it is for.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page with it, and with memory by use.")] = None,
 ) -> None:
     """Show where the time and the memory of a config's steps go: data, stages, operations; nothing is saved."""
     from rich.progress import track

@@ -32,7 +32,7 @@ def compare(
 ) -> None:
     """Write one page that shows several runs side by side, and print how they ended.
 
-    The last columns and the middle of long names are left out where a line has no room for them.
+    If a line is too narrow, the last columns and the middle of long names are left out.
     """
     from faststep.report import compare, ends
 
@@ -81,11 +81,11 @@ def tune(
         ),
     ],
     variables: Annotated[
-        list[str] | None, typer.Option("--env", metavar='"A=1 B=2"', help="Variables to try together. Several times.")
+        list[str] | None, typer.Option("--env", metavar='"A=1 B=2"', help="Variables to try together; may be repeated.")
     ] = None,
     overrides: Overrides = None,
-    seconds: Annotated[float, typer.Option(help="How long each child process measures.")] = 3.0,
-    rounds: Annotated[int, typer.Option(help="How often each setting is measured.")] = 5,
+    seconds: Annotated[float, typer.Option(help="How many seconds each child process measures.")] = 3.0,
+    rounds: Annotated[int, typer.Option(help="How many times each setting is measured.")] = 5,
 ) -> None:
     """Find the environment variables that make a training step faster on this machine."""
     from faststep._tune import main
@@ -116,14 +116,14 @@ def losses() -> Iterator[Any]:
 
 
 def schema() -> None:
-    """Print the JSON schema of a config, with which editors complete and check it."""
+    """Print the JSON schema of a config, for completion and checks in editors."""
     from faststep.config import schema
 
     typer.echo(json.dumps(schema(), indent=1))
 
 
 def version() -> None:
-    """Print the versions of all that matters."""
+    """Print the versions of all packages involved."""
     import mlx.core as mx
 
     from faststep._native import environment, version

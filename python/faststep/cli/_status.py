@@ -12,7 +12,8 @@ DONE, FAILED, WRONG, DIFFERS, GAVE_UP = range(5)  # and `faststep._command.HUNG`
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of the run.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: train.steps=100. Several times.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.steps=100; may be repeated."),
 ]
 
 

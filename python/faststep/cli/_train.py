@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Supervise = Annotated[
     bool,
-    typer.Option(help="Train in a process of its own, and start it again from the newest checkpoint when it dies."),
+    typer.Option(help="Train in a child process, and restart it from the newest checkpoint if it dies."),
 ]
 _NAMED_BY = {"data": ("data", "train"), "loss": ("loss",), "callback": ("callbacks",)}  # phases, by keys
 ExitOnHang = Annotated[bool, typer.Option(EXIT_ON_HANG, hidden=True)]
@@ -33,14 +33,14 @@ ExitOnHang = Annotated[bool, typer.Option(EXIT_ON_HANG, hidden=True)]
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Show the whole config and leave.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show the whole config and exit.")] = False,
     fast_dev_run: Annotated[
-        bool, typer.Option("--fast-dev-run", help="Try it out in four steps; keep nothing.")
+        bool, typer.Option("--fast-dev-run", help="Try the config out in four steps; keep nothing.")
     ] = False,
     supervise: Supervise = False,
     exit_on_hang: ExitOnHang = False,
 ) -> None:
-    """Train as a config says, in a folder that holds no training yet."""
+    """Train a config, in a folder without an earlier training."""
     from faststep.checkpoints import Checkpoints
     from faststep.config import load
 
@@ -67,13 +67,15 @@ def resume(
     run: RunFolder,
     overrides: Overrides = None,
     supervise: Supervise = False,
-    number: Annotated[int | None, typer.Option(help="From the checkpoint of this step, not the newest one.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="From the checkpoint with the best validation.")] = False,
+    number: Annotated[int | None, typer.Option(help="Continue from the checkpoint of this step.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Continue from the checkpoint with the best validation.")
+    ] = False,
     exit_on_hang: ExitOnHang = False,
 ) -> None:
-    """Go on with a training from its newest valid checkpoint, as if it had not stopped.
+    """Continue a training from its newest valid checkpoint, as if it had not stopped.
 
-    From another one by --number or --best: later ones go to RUN/checkpoints_set_aside.
+    With --number or --best: from that checkpoint; later ones are moved to RUN/checkpoints_set_aside.
     """
     if best and number is not None:
         raise Exit("--best, --number: expected one of them, got both")
@@ -88,9 +90,11 @@ def resume(
 def evaluate(
     run: RunFolder,
     overrides: Overrides = None,
-    number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
+    number: Annotated[
+        int | None, typer.Option(help="The checkpoint of this step; the default is the newest one.")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
-    test: Annotated[bool, typer.Option("--test", help="On the data of data.test.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Use the data of data.test.")] = False,
 ) -> None:
     """Compute the loss and metrics of a checkpoint on all of the validation data, or of the test data."""
     from faststep.config import build
@@ -116,10 +120,12 @@ def predict(
     run: RunFolder,
     file: Annotated[Path, typer.Argument(help="The npz file to write.", show_default=False)],
     overrides: Overrides = None,
-    number: Annotated[int | None, typer.Option(help="Which checkpoint; the newest one otherwise.")] = None,
+    number: Annotated[
+        int | None, typer.Option(help="The checkpoint of this step; the default is the newest one.")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best monitored value.")] = False,
 ) -> None:
-    """Write what the model of a checkpoint gives for the validation data, in its order."""
+    """Write the outputs of a checkpoint's model for the validation data, in their order."""
     import numpy as np
     from mlx.utils import tree_flatten
 

@@ -29,15 +29,15 @@ _CHECKPOINTS = 4  # between two kills, about, so that most have one of their own
 def verify_resume(
     config: ConfigFile,
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(help="How often the second run is killed; 0: never.", min=0)] = 5,
-    steps: Annotated[int, typer.Option(help="Train for so many steps.", min=2)] = 40,
-    seed: Annotated[int, typer.Option(help="Of the moments at which it is killed.")] = 0,
+    kills: Annotated[int, typer.Option(help="How many times the second run is killed; 0: never.", min=0)] = 5,
+    steps: Annotated[int, typer.Option(help="How many steps to train.", min=2)] = 40,
+    seed: Annotated[int, typer.Option(help="Random seed for the moments of the kills.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep both runs in this folder.")] = None,
 ) -> None:
     """Prove that a training resumes exactly: run it twice, kill the second one (SIGKILL) at random, and compare.
 
-    Weights, optimizer state, random states and the place in the data have to be the same to the bit. Exit code 3 where
-    they are not. Kernels of a GPU may add in another order from run to run: `--kills 0` tells whether yours do.
+    Weights, optimizer state, random states and the place in the data have to be the same to the bit. Exit code 3 if
+    they are not. Kernels of a GPU may add in another order from run to run: `--kills 0` shows if yours do.
     """
     from faststep.config import load
 
@@ -186,7 +186,7 @@ def reproduce(
 ) -> None:
     """Run the batch of a bundle again, and show the loss and every gradient that is not finite.
 
-    Exit code 3 where loss and gradients are finite this time.
+    Exit code 3 if loss and gradients are finite this time.
     """
     from faststep.config import build
     from faststep.config import validate as validate_config
