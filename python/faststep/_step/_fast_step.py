@@ -118,31 +118,32 @@ def fast_step(
         mx.eval(model.state, optimizer.state, mx.random.state)
 
     Args:
-        model: The model, of which everything trainable is updated.
+        model: The model; all its trainable parameters are updated.
         optimizer: The optimizer, or an object of your own with an `update(model, gradients)`.
         loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one. A
             lambda made again at every call is the same loss as long as its code, defaults and closure are.
-        *batch: Arrays, dicts, lists and tuples of them, and static values.
-        max_grad_norm: Clip the gradients to this global norm, which may be another at each call; None: no clipping.
+        *batch: Arrays, dicts, lists and tuples of them, and other values.
+        max_grad_norm: Clip the gradients to this global norm, which may change from call to call; None: no clipping.
         max_grad_value: Clip every element of the gradients to this absolute value; None: no clipping.
-        accumulate: Update once for so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window that
-            is not full: a `Step` of the same model and optimizer shares it.
+        accumulate: Update once every so many calls. `Step(model, optimizer, loss_fn, ...).flush()` applies a window
+            that is not full: a `Step` of the same model and optimizer shares it.
         weighted: The loss function returns `(mean_loss, weight, *aux)`.
-        nonfinite: "skip" a step whose loss or gradients are not finite, "raise" for it, or "allow" it.
+        nonfinite: "skip" a batch whose loss or gradients are not finite, "raise" an error, or "allow" it.
         max_loss: A loss above this counts as not finite; None: no limit.
         compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
         ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
-        transform: `transform(model, gradients)` returns the gradients that the optimizer takes, as in `Step`: the same
-            function at each call. None: none.
+        transform: `transform(model, gradients)` returns the gradients that the optimizer gets, as in `Step`; pass the
+            same function at each call. None: none.
         compile: Compile the step.
         replay: Record a step once and launch it again, on CUDA as one graph, on a CPU as a list of tasks: "auto", True
             or False (`Step` says what each does).
-        in_flight: How many steps may be under way on the device when a call returns; one only, where that one holds
-            more than 1 GiB of activations.
-        max_traces: How many traces are kept.
+        in_flight: How many steps may still run on the device when a call returns; only one, if it holds more than
+            1 GiB of activations.
+        max_traces: How many compiled steps are kept.
         clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
-        group: The processes that train one model: gradients are averaged over them before each update. None: this one.
-        **named: Arguments of the loss function by name; the options above are not among them.
+        group: The processes that train one model: gradients are averaged over them before each update. None: this
+            process alone.
+        **named: Arguments of the loss function by name; the names of the options above are taken.
 
     Returns:
         What the loss function returned, lazily. With a `group`, a call that updates returns the mean loss over the

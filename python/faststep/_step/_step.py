@@ -45,14 +45,14 @@ class Step(Generic[M, T]):
         optimizer.update(model, gradients)
         mx.eval(model.state, optimizer.state, mx.random.state)
 
-    The loss function is called once a step, as the plain loop calls it, and the graph that it builds picks the compiled
-    step. The call is left out where nothing that the loss reads has changed since, and all that it reads can be
-    watched (docs/what_is_compiled.md). Model, optimizer and `mx.random.state` are current after every call, and what is
-    changed in them between calls is seen.
+    The loss function is called once a step, as in the plain loop, and the graph that it builds picks the compiled step.
+    The call is left out if nothing that the loss reads has changed, and all that it reads can be watched
+    (docs/what_is_compiled.md). Model, optimizer and `mx.random.state` are current after every call, and changes that
+    you make to them between calls count.
 
-    A `RuntimeWarning` tells, once each, what goes wrong without an error: labels or rows out of range, the first batch
-    that is skipped and what of it was not finite, gradients of zero, parameters without a gradient, and after 100 steps
-    batches that are all skipped, a loss that is not finite and updates that are rounded to nothing.
+    A `RuntimeWarning` is given once for each thing that goes wrong without an error: labels or rows out of range, the
+    first skipped batch (and what was not finite in it), gradients of zero, parameters without a gradient, and after 100
+    steps batches that are all skipped, a loss that is not finite and updates that are rounded to nothing.
 
     Example:
         >>> import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim
@@ -95,62 +95,63 @@ class Step(Generic[M, T]):
         """Make the step; nothing is traced before its first call.
 
         Args:
-            model: The model, of which everything trainable is updated.
-            optimizer: The optimizer; it is initialised when it has not been. An object of your own that is no
-                `mlx.optimizers.Optimizer` needs an `update(model, gradients)` and keeps its arrays in attributes.
+            model: The model; all its trainable parameters are updated.
+            optimizer: The optimizer; it is initialised if necessary. An object of your own that is not an
+                `mlx.optimizers.Optimizer` needs an `update(model, gradients)`, and keeps its arrays in attributes.
             loss_fn: `loss_fn(model, *batch, **named)` returns a scalar `mx.array`, or a tuple that begins with one, as
                 for `nn.value_and_grad(model, loss_fn)`.
             max_grad_norm: Clip the gradients to this global norm, as `optim.clip_grad_norm` does. None: no clipping.
                 `Step.max_grad_norm` may be set to another number at any time.
-            max_grad_value: Bring every element of the gradients into `[-max_grad_value, max_grad_value]`, after
-                clipping by norm where both are given, so that both limits hold. None: no clipping.
-            accumulate: Update once for so many calls, by the average of their gradients, which are summed in float32
-                where the parameters are in half precision. `Step.accumulate` may be changed at any time.
-            weighted: The loss function returns `(mean_loss, weight, *aux)`, the weight being what the loss is a mean
-                over (tokens, say), a scalar array or a number: the average is weighted by it.
-            nonfinite: What to do about a NaN or an infinity in the loss or in a gradient. "skip": leave parameters,
-                optimizer state and buffers as they are, on the device, without a wait; what the loss does to Python
-                objects stays. "raise": the same, then wait for the step and raise
-                `FloatingPointError`, which names the first such gradient. "allow": take every step, as the plain loop
-                does. A gradient whose square overflows float32 counts as infinite. A batch that
-                is skipped does not count in the average of its window.
+            max_grad_value: Clip every element of the gradients to `[-max_grad_value, max_grad_value]`, after clipping
+                by norm if both are given, so that both limits hold. None: no clipping.
+            accumulate: Update once every so many calls, with the average of their gradients, summed in float32 if the
+                parameters are in half precision. `Step.accumulate` may be changed at any time.
+            weighted: The loss function returns `(mean_loss, weight, *aux)`. The weight, a scalar array or a number, is
+                the count that the loss is a mean over (tokens, for example); the average of the gradients is weighted
+                by it.
+            nonfinite: What to do if the loss or a gradient is NaN or infinite. "skip": leave parameters, optimizer
+                state and buffers as they are, on the device, without a wait; what the loss does to Python objects
+                stays. "raise": the same, then wait for the step and raise `FloatingPointError`, which names the first
+                such gradient. "allow": train on every batch, as the plain loop does. A gradient whose square overflows
+                float32 counts as infinite. A skipped batch does not count in the average of its window.
             max_loss: A loss above this counts as not finite; None: no limit.
             compute_dtype: Compute the loss in this dtype: `mx.bfloat16` or `mx.float16`. Trainable parameters and
-                float32 arrays of the batch are cast to it (frozen parameters and buffers are not), while the update
-                works on float32 masters and float32 optimizer state; the model shows its parameters in the dtype that
-                they had. With float16 the loss is scaled dynamically, and a step whose gradients overflow is skipped.
-                With `mx.float32` the loss is computed in float32 and the masters are kept. None: everything in the
-                parameters' own dtype.
+                float32 arrays of the batch are cast to it (frozen parameters and buffers are not). The update works on
+                float32 masters and float32 optimizer state; the model's parameters keep their dtype. With float16 the
+                loss is scaled dynamically, and a step whose gradients overflow is skipped. With `mx.float32` the loss
+                is computed in float32 and the masters are kept. None: everything in the parameters' own dtype.
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
-            transform: `transform(model, gradients)` returns the gradients that the optimizer takes: for clipping by
-                layer, masks, noise or centralisation. It gets the tree of `model.trainable_parameters()`, averaged over
-                the window and clipped, and may leave some out. It is called once an update, as an optimizer of your
-                own is, or left out with the loss (docs/what_is_compiled.md). `grad_norm` is that before it. None: none.
-            compile: Compile the step. Without, each is evaluated operation by operation.
+            transform: `transform(model, gradients)` returns the gradients that the optimizer gets: for clipping by
+                layer, masks, noise or centralisation. It gets a tree like `model.trainable_parameters()`, averaged over
+                the window and clipped, and may drop some entries. It is called once an update, like an optimizer of
+                your own, or left out with the loss (docs/what_is_compiled.md). `grad_norm` is the norm before it. None:
+                none.
+            compile: Compile the step. False: evaluate it operation by operation.
             replay: Record a step once and launch it again: as one CUDA graph, or on a CPU as a list of tasks that the
                 calling thread runs. "auto" (the default): on CUDA a trace that MLX has evaluated a few times is
-                captured where that takes no more than half of the free memory, compared with MLX's evaluation of one
-                step, and launched from then on where both agree; where not, MLX goes on. True: on a CPU, too, and as
-                soon as a step's memory has been measured, with a warning where it cannot be; on a CPU two steps are
-                compared, to the bit, and a step is done when the call returns. False: never. `stats.traces` says what
-                was captured, and why a trace is not replayed. What the model and the optimizer then hold are lazy
-                copies, which any thread may evaluate between two steps; to evaluate all of them after each step costs a
-                copy of all parameters each time. A capture keeps the memory of a step between steps (`memory_plan` says
-                how much, `stats.bytes` what it is), and goes when less than 1/32 of `mx.get_memory_limit()` is free as
-                a step begins; memory that runs short within other work is not seen.
-            in_flight: How many steps may be under way on the device when a call returns; one only, where that one
-                holds more than 1 GiB of activations.
-            max_traces: How many traces are kept; the one used least recently goes first.
+                captured if that takes no more than half of the free memory, and compared with MLX's evaluation of one
+                step. If both agree it is launched from then on; if not, MLX evaluates further steps. True: on a CPU,
+                too, and as soon as a step's memory has been measured, with a warning where it cannot be; on a CPU two
+                steps are compared, to the bit, and a step is done when the call returns. False: never. `stats.traces`
+                says what was captured, and why a trace is not replayed. What the model and the optimizer then hold are
+                lazy copies, which any thread may evaluate between two steps; to evaluate all of them after each step
+                costs a copy of all parameters each time. A capture keeps the memory of a step between steps
+                (`memory_plan` says how much, `stats.bytes` what it is). It is dropped if less than 1/32 of
+                `mx.get_memory_limit()` is free when a step begins; a shortage of memory during other work is not
+                noticed.
+            in_flight: How many steps may still run on the device when a call returns; only one, if it holds more than 1
+                GiB of activations.
+            max_traces: How many compiled steps are kept; the least recently used one is dropped first.
             cache_limit: Let MLX keep at most so many bytes of freed memory, in the whole process
                 (`mx.set_cache_limit`); a capture of `replay` leaves no more of its memory unused. None: leave it.
             clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
-            hang_timeout: Seconds after which a stage of a call that does not end is reported on stderr, once: what the
-                step waits for, the batch, memory, and the stacks of all threads. With a `group`, a rank that waits for
-                others so long then ends itself, by exit code 5. None: no thread watches.
-            group: The processes that train one model, each with batches of its own: gradients are averaged over them
-                before each update (docs/distributed.md). None, other than for MLX's functions: this process alone.
-            **unknown: No other options are there: one that is misspelt is refused, with the one that may be meant.
+            hang_timeout: Seconds after which a call that does not end is reported on stderr, once: what the step waits
+                for, the batch, memory, and the stacks of all threads. With a `group`, a rank that has waited for others
+                so long then exits with code 5. None: never.
+            group: The processes that train one model, each with its own batches: gradients are averaged over them
+                before each update (docs/distributed.md). None: this process alone (in MLX's functions None means all).
+            **unknown: Refused: there are no other options. The error names the option that may be meant.
 
         Raises:
             TypeError: `model` or `optimizer` is something else, or an option has another type or does not exist.
@@ -170,7 +171,7 @@ class Step(Generic[M, T]):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; of an object of your own what stands for it. Another one takes its place at the next call."""
+        """The optimizer, or a stand-in for an object of your own. A new one is used from the next call on."""
         return self._optimizer
 
     @optimizer.setter
@@ -202,8 +203,8 @@ class Step(Generic[M, T]):
         """Train on one batch.
 
         Args:
-            *batch: What the loss function takes after the model: arrays, dicts, lists and tuples of them, and static
-                values, of which every new one is a new trace.
+            *batch: What the loss function takes after the model: arrays, dicts, lists and tuples of them, and other
+                values.
             **named: The same, by name.
 
         Returns:

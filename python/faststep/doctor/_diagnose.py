@@ -52,12 +52,12 @@ def diagnose(
     progress: bool = True,
     **options: Any,
 ) -> Diagnosis:
-    """Find out which part of a training hangs, leaks, fails or slows, and say what to do about it.
+    """Find out which part of a training hangs, leaks, fails or is slow, and say what to do about it.
 
     The parts are tried one by one, from the data alone up to the native step and what is around it: data, whether
     batches are evaluated, the loss, what the numbers say, the loss again and again, its gradient, the update without
     evaluation, joint evaluation, with cache clearing, compiled, the native step, new shapes, prefetch, accumulation,
-    validation, checkpoints. Each is watched by its clock and its memory.
+    validation, checkpoints. Time and memory of each are watched.
 
     Call it in your training script, in place of the loop:
 
@@ -65,27 +65,27 @@ def diagnose(
 
     **Processes.** MLX does not survive a fork, and models, losses and loaders that cannot be pickled are common. So
     the script itself runs again in another process, up to this call, and the rungs run there, each from the same
-    weights: the objects are those that your training has. Behind a rung that hangs or dies the script runs once more.
-    Put what must not happen twice below `if __name__ == "__main__":`, or after the call. In a notebook, in an
-    interpreter, and below a test runner, there is no script to run again: then the rungs run in this process, and a
-    second thread watches. A rung that hangs in Python code is interrupted; one that hangs in native code is told with
-    its stacks, and the process has to be ended by hand. Model, optimizer and random states are put back behind each.
+    weights, with the objects of your training. After a rung that hangs or dies the script runs once more. Put code that
+    must not run twice below `if __name__ == "__main__":`, or after the call. In a notebook, an interpreter or a test
+    runner there is no script to run again: then the rungs run in this process, and a second thread watches. A rung that
+    hangs in Python code is interrupted. For one that hangs in native code the stacks are shown, and the process has to
+    be ended by hand. Model, optimizer and random states are restored after each rung.
 
     Args:
         model: The model.
         optimizer: The optimizer.
         loss_fn: What `Step` takes.
         batches: Batches: tuples, dicts or arrays, as for `check`.
-        own_step: Your own step, `own_step(*batch)`: one more rung, which compares it with plain MLX, and shows what it
-            leaves unevaluated.
+        own_step: Your own step, `own_step(*batch)`: one more rung compares it with plain MLX, and shows what it leaves
+            unevaluated.
         validation: Batches of the validation rung; None: some of `batches`.
         run: The folder of the run: checkpoints are tried on its disk.
-        timeout: Seconds without a step after which a rung hangs.
-        steps: Steps of a rung at most.
-        seconds: Seconds of a rung: no new step begins then, but for the first three.
+        timeout: Seconds without a step after which a rung counts as hanging.
+        steps: The largest number of steps of a rung.
+        seconds: How long a rung may take: after that no new step begins, except the first three.
         rungs: Names of rungs; None: all.
-        isolate: True: each rung in a process of its own, which begins with the script. False: all in this process.
-            None: in one process beside this one, where that is possible.
+        isolate: True: each rung in a process of its own, which runs the script. False: all in this process. None: all
+            in one other process, if possible.
         progress: Write a line to stderr for each rung.
         **options: Options of `Step`.
 

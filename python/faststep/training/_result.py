@@ -16,8 +16,8 @@ class Result:
     """Result of a training.
 
     Attributes:
-        reason: "done": all steps or epochs are made. "early_stop": what is monitored no longer improves. "callback": a
-            callback asked for it. "signal": SIGINT or SIGTERM did. "max_time": so much time has passed.
+        reason: "done": all steps or epochs are made. "early_stop": the monitored value no longer improves. "callback":
+            a callback stopped it. "signal": SIGINT or SIGTERM stopped it. "max_time": the time is over.
         steps: How many steps have been made in all.
         loss: The mean training loss of the last interval, None where there was none.
         best: The best value of what is monitored (the validation loss by default), None without validation.

@@ -98,52 +98,55 @@ class Trainer(Loop):
 
         Args:
             step: The step, with its model, optimizer, loss function and options.
-            loader: A `faststep.data.Loader`, or anything that can be iterated over an epoch at a time and has `epoch`,
-                `position`, `state` and `load_state` as that has.
-            run: The folder for log and checkpoints; it is made where it is missing. `{n}` in its name stands for a
-                number that no folder has yet: "runs/cnn-{n}" is runs/cnn-1, then runs/cnn-2.
+            loader: A `faststep.data.Loader`, or any iterable over one epoch at a time with the same `epoch`,
+                `position`, `state` and `load_state`.
+            run: The folder for log and checkpoints; it is made if it is missing. `{n}` in its name stands for the next
+                free number: "runs/cnn-{n}" is runs/cnn-1, then runs/cnn-2.
             steps: Stop after so many steps in all. None: by `epochs` or `max_time` alone.
             epochs: Stop after so many epochs.
-            max_time: Stop after so many seconds of training, in all the processes that take part.
+            max_time: Stop after so many seconds of training, the time before a resume included.
             validation: Batches for validation, which can be iterated again and again.
-            callbacks: Are called in the course of the training.
-            loggers: Get the log's records beside `run/log.jsonl`; or a function that makes them, which is called when
-                the folder is held and the checkpoint is restored, before anything is written. None: a progress display.
-            log_every: Steps between two intervals of the log; 5 seconds make one too.
+            callbacks: Objects that are called during the training.
+            loggers: Objects that get the log's records beside `run/log.jsonl`; or a function that makes them, which is
+                called when the folder is locked and the checkpoint is restored, before anything is written. None: a
+                progress display.
+            log_every: Steps between two records of the log; there is one every 5 seconds, too.
             validate_every: Steps between two validations, or epochs: "1 epoch"; 0: at the end only.
             validate_at_start: Validate before the first step too.
             validation_batches: Validate on so many batches at most.
             metrics: Functions by name, each `metric(outputs, *batch)` and a scalar: `outputs` is what the loss function
                 returns beside the loss, `(loss, outputs)`, or `(loss, weight, outputs)` with `weighted=True`. They are
-                traced with the loss, by `step.loss_fn`, which is replaced. `faststep.metrics` has `accuracy()`,
+                computed with the loss: `step.loss_fn` is replaced. `faststep.metrics` has `accuracy()`,
                 `perplexity()`, which needs no outputs, and metrics of all predictions of a validation.
-            monitor: The value by which the best checkpoint is found, and `patience` judges: "val/loss", or "val/" and
-                the name of a metric.
+            monitor: The value that decides which checkpoint is the best, and when `patience` is over: "val/loss", or
+                "val/" and the name of a metric.
             mode: "min": a smaller value of `monitor` is better. "max": a larger one. None: "min" for the loss and the
                 perplexity; for others it has to be given.
             patience: Stop when so many validations in a row have brought no better value; None: never.
             min_delta: By how much a better value has to differ.
-            stop_after_bad: Stop when so many batches in a row were skipped, and write a bundle with which it can be
-                reproduced; 0: never.
-            update_ratio_every: Steps between two measurements of the update's norm by that of the weights; 0: never.
-            memory_limit: From so many bytes on MLX waits for work under way before it takes more
+            stop_after_bad: Stop when so many batches in a row were skipped, and write a bundle that reproduces the last
+                one; 0: never.
+            update_ratio_every: Steps between two measurements of the norm of the update over that of the weights; 0:
+                never.
+            memory_limit: Above so many bytes MLX waits for running work before it takes more memory
                 (`mx.set_memory_limit`, in the whole process). None: leave it.
             hang_timeout: Seconds without progress (no batch, no step, no validated batch) after which a report is
                 written to `run/hang-STEP.txt` and shown: the stage, the batch, memory, the stacks of all threads. None:
                 never.
-            on_hang: "report": go on waiting after that. "exit": end the process with exit code 5, so that whoever
-                watches it can start it again from the newest checkpoint.
+            on_hang: "report": go on waiting after that. "exit": end the process with exit code 5, so that a supervisor
+                can restart it from the newest checkpoint.
             checkpoint_every: Steps between two checkpoints, or epochs: "1 epoch"; 0: at the end and at the best
                 validation only.
             keep_last: Keep so many of the newest checkpoints.
             keep_best: Keep so many of those with the best value of `monitor`.
-            load_best_at_end: Give the model the weights of the best checkpoint when the training has ended (their
-                average, where there is one), for what comes behind `train` in the same process.
+            load_best_at_end: When the training has ended, load the weights of the best checkpoint into the model (their
+                average, if there is one), for the code after `train`.
             fast_dev_run: Try everything out: four steps, a validation of two batches and a checkpoint, in a temporary
-                folder in the place of `run`, which goes with the trainer. `steps` and the like do not count then.
-            overfit_one_batch: Train on the first batch again and again, without validation: a model and a loss that are
-                right learn it by heart.
-            config: What goes into the log as the configuration.
+                folder in place of `run`, which is deleted with the trainer. `steps`, `epochs` and intervals are
+                ignored.
+            overfit_one_batch: Train on the first batch again and again, without validation: if model and loss are
+                right, the loss goes to nearly zero.
+            config: The configuration to put into the log.
 
         Raises:
             TypeError: `step` or `loader` is something else, a metric is no function, or a number is none.
@@ -251,16 +254,16 @@ class Trainer(Loop):
     def train(self, resume: Resume = "auto") -> Result:
         """Train to the end, from a checkpoint in the run's folder.
 
-        The first SIGINT or SIGTERM ends the training after the current batch, with a checkpoint; `Result.reason`
-        tells. A `Loader` that is still waited for five seconds later is left in the middle of that batch, which is
-        taken again on resume. The second signal does what it does otherwise.
+        The first SIGINT or SIGTERM ends the training after the current batch, with a checkpoint; `Result.reason` says
+        so. If it still waits for the `Loader` five seconds later, it drops that batch, and a resume takes it again. The
+        second signal has its usual effect.
 
         Args:
-            resume: "auto": go on from the newest valid checkpoint in `run`, and begin where there is none; the log
-                says what is another than before (the loss, the optimizer's settings, options, rates), and where nothing
-                is left to train. True: the same, and refuse a folder without checkpoints. False: begin, and refuse a
-                folder with checkpoints. "best", or the number of a step: go on from that checkpoint; later ones go
-                to `run/checkpoints_set_aside`.
+            resume: "auto": continue from the newest valid checkpoint in `run`, or begin if there is none. The log says
+                what has changed (the loss, the optimizer's settings, options, rates), and if nothing is left to train.
+                True: the same, but refuse a folder without checkpoints. False: begin, and refuse a folder with
+                checkpoints. "best", or the number of a step: continue from that checkpoint; later ones are moved to
+                `run/checkpoints_set_aside`.
 
         Returns:
             How it ended.
