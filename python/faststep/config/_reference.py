@@ -40,10 +40,10 @@ _SHOWN = {
 _HEAD = """\
 # Config reference
 
-Made by `make docs` from the models of `faststep.config` and the built-in components. `faststep schema` prints the same
+`make docs` writes this page from the code. `faststep schema` prints the same
 as a JSON schema for editors (`# yaml-language-server: $schema=faststep.schema.json` at the head of a config).
 
-What the sections are for is in [training.md](training.md). A component is `{use: NAME, ...}` with its arguments; in
+[training.md](training.md) explains the sections. A component is `{use: NAME, ...}` with its arguments; in
 place of a built-in name it may be your own, `module:attribute` or `file.py:attribute`. Intervals are steps, or epochs
 where the type says so (`1 epoch`); lengths of schedules may be epochs too.
 """

@@ -67,9 +67,9 @@ class Component(BaseModel):
 
 
 class Data(Section):
-    """Datasets, and the loader's options; `shuffle` is true by default for all but iterables, which have an order.
+    """Datasets, and the loader's options. `shuffle` is true by default, except for iterables.
 
-    `test` is not looked at while training: `faststep eval RUN --test` computes its loss and metrics.
+    `test` is not used in training: `faststep eval RUN --test` computes its loss and metrics.
     """
 
     train: Component
@@ -85,7 +85,7 @@ class Data(Section):
 
 
 class Quantize(Section):
-    """Weights in few bits: `mlx.nn.quantize` for modules by pattern."""
+    """Quantized weights: `mlx.nn.quantize`, for modules by pattern."""
 
     bits: Literal[2, 3, 4, 5, 6, 8] = 4
     group_size: Literal[32, 64, 128] = 64
@@ -93,7 +93,7 @@ class Quantize(Section):
 
 
 class Lora(Section):
-    """Adapters of low rank; the rest is frozen, but for what `trainable` names."""
+    """LoRA adapters. All other parameters are frozen, except those that `trainable` names."""
 
     rank: Positive = 8
     scale: float = 20.0
@@ -129,7 +129,7 @@ else:
 
 
 class Step(_Options):
-    """The options of `faststep.Step`, and the modules whose activations are computed again in the backward pass."""
+    """The options of `faststep.Step`, and `gradient_checkpointing` of modules by pattern."""
 
     max_grad_norm: Limit | None = 1.0
     max_loss: float | None = 1e6
@@ -139,7 +139,7 @@ class Step(_Options):
 
 
 class Train(Section):
-    """The length of the training and the intervals of its events; `*_every` count steps.
+    """The length of the training, and the intervals of its events, in steps.
 
     `validate_every` may be a number of epochs (`1 epoch`), and 0: at the end only. `max_time` is the time of training
     in all, in seconds or as `90m`; after `hang_timeout` without progress a report is written, and `on_hang: exit` ends
@@ -166,7 +166,7 @@ class Train(Section):
 
 
 class Checkpoints(Section):
-    """The interval of checkpoints in steps or epochs (`1 epoch`), 0: at the end; and the rules by which they stay."""
+    """The interval of checkpoints, in steps or epochs (`1 epoch`; 0: only at the end), and how many are kept."""
 
     every: Cadence = 200
     keep_last: Positive = 3
@@ -174,7 +174,7 @@ class Checkpoints(Section):
 
 
 class Logs(Section):
-    """Built-in loggers beside `log.jsonl`."""
+    """Built-in loggers, in addition to `log.jsonl`."""
 
     csv: bool = False
     tensorboard: bool = False
@@ -194,7 +194,7 @@ Optimizers = Annotated[
 
 
 class Config(Section):
-    """The config of a run: everything in it has been set or has its default.
+    """The config of a run.
 
     Attributes:
         run: The folder of the run, relative to the working directory; `{n}` in its name is the next free number.
