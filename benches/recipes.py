@@ -172,7 +172,7 @@ def child(name: str, way: str, steps: int) -> dict[str, Any]:
 def compare(name: str, rounds: int, steps: int) -> list[str]:
     """Measure a system all ways; return the lines of its table."""
     system = SYSTEMS[name]
-    ways = [PLAIN, COMPILED, FAST, *([CHUNKED] if system.chunks else []), *([EVALUATED] if EVALUATED in WAYS else [])]
+    ways = [PLAIN, COMPILED, FAST, *([CHUNKED] if system.chunks else []), EVALUATED]
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for number in range(rounds):
         at = number % len(ways)

@@ -56,7 +56,7 @@ def measure(steps: int, after: Callable[[], None]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if EVALUATED in WAYS:
+    if mx.cuda.is_available():
         measure_alone("replay", "losses", "Losses with and without replay.", measure, rounds=STEPS, gpu=True)
     else:
         print("replay: nothing to measure without an NVIDIA GPU")

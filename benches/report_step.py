@@ -10,8 +10,9 @@ from ways import BOUND, COMPILED, FAST
 
 STEP = """The same training step in several ways: AdamW, gradients clipped to norm 1.0, then parameters, optimizer
 state and random state are evaluated. The ways take turns, in rotating order, on the same batches from the same
-weights. `fast_step` has its default options, so it checks each step for NaN and infinity. On CUDA it replays a step
-as one CUDA graph (not in samples before 2026-11-23).
+weights. `fast_step` has its default options, so it checks each step for NaN and infinity, and replays a step: on CUDA
+as one graph (not in samples before 2026-11-23), on a CPU as a list of tasks where that is faster (not in samples before
+2026-11-30).
 
 Times are milliseconds a step: the median, and the quartiles over the rounds in brackets. A ratio is a way's time over
 `fast_step`'s in the same round: above 1, `fast_step` is faster. Peak memory is MLX's own (`mx.get_peak_memory`), of

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 import peers
 import torch_ways
 from cases import CASES, MAX_GRAD_NORM, ON_CPU, ON_GPU, Case, Checkpointed
+from faststep import Step
 from mlx.utils import tree_reduce
 from rich.progress import Progress
 from samples import Sample, answer, arguments, bars, on_gpu, use_device
@@ -38,6 +40,7 @@ NOISE = 1.25  # plain MLX in bfloat16 or TF32 on a GPU differs from itself by so
 EXACT = "float32"  # gradients in float32, whose products are none of TF32
 OWN_KERNELS = {f"{way}, MLX's own kernels": way for way in (COMPILED, FAST)}  # what FASTSTEP_KERNELS=0 leaves
 GPU_PROCESSES = 5  # that share its memory
+COMPILATION_SECONDS = 60  # at most; a step that is not captured is not known to be done
 CLIPPING = {"peak": MAX_GRAD_NORM, "peak without clipping": None}
 
 
@@ -72,6 +75,7 @@ def measure(
     `exact`: the losses of gradients in float32, where plain MLX's are others.
     """
     batches = case.batches()
+    compile_kernels(case, batches)
     steps = {name: way(case.new_run()) for name, way in WAYS.items()}
     losses = first_losses(steps, batches)
     del losses[BOUND][1:]  # it never updates
@@ -85,6 +89,20 @@ def measure(
     result |= {"steps in a block": count, "ms": in_turns(blocks, rounds, after_round)}
     torch = [peer.built for peer in others if "version" in peer.built]
     return result | ({"PyTorch": torch[0]} if torch else {})
+
+
+def is_captured(step: Step[Any, Any]) -> bool:
+    """Tell whether a step is replayed."""
+    return any((trace.replay or "").startswith("captured") for trace in step.stats.traces)
+
+
+def compile_kernels(case: Case, batches: Batches) -> None:
+    """Take steps of another run until the kernels that a CPU's step waits for have been compiled in the background."""
+    run = case.new_run()
+    step = Step(run.model, run.optimizer, run.loss_fn, max_grad_norm=run.max_grad_norm)
+    deadline = time.monotonic() + COMPILATION_SECONDS
+    while not on_gpu() and time.monotonic() < deadline and not is_captured(step):
+        mx.eval(step(*batches[0]).loss)
 
 
 def blocks_of(
@@ -146,7 +164,7 @@ def peaks(names: Sequence[str], progress: Progress) -> dict[str, dict[str, dict[
 def peak(case: Case, way: str, max_grad_norm: float | None) -> int:
     """Return the peak of MLX's memory over steps of one way, in bytes (run alone)."""
     step, batches = WAYS[way](case.new_run(max_grad_norm=max_grad_norm)), case.batches()
-    run_block(step, batches, 8)  # on CUDA the step has been captured then
+    run_block(step, batches, 16)  # the step has been captured then
     mx.reset_peak_memory()
     run_block(step, batches, 8)
     return max(mx.get_peak_memory(), mx.get_active_memory())  # a replayed step may allocate nothing

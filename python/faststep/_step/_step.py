@@ -129,11 +129,12 @@ class Step(Generic[M, T]):
                 none.
             compile: Compile the step. False: evaluate it operation by operation.
             replay: Record a step once and launch it again: as one CUDA graph, or on a CPU as a list of tasks that the
-                calling thread runs. "auto" (the default): on CUDA a trace that MLX has evaluated a few times is
-                captured if that takes no more than half of the free memory, and compared with MLX's evaluation of one
-                step. If both agree it is launched from then on; if not, MLX evaluates further steps. True: on a CPU,
-                too, and as soon as a step's memory has been measured, with a warning where it cannot be; on a CPU two
-                steps are compared, to the bit, and a step is done when the call returns. False: never. `stats.traces`
+                calling thread runs. "auto" (the default): a trace that MLX has evaluated a few times is captured if
+                that takes no more than half of the free memory, and compared with MLX's evaluation of one step. If
+                both agree it is launched from then on; if not, MLX evaluates further steps. On a CPU two steps are
+                compared, to the bit, once the kernels are compiled; a step is done when the call returns, and a
+                capture is dropped that is no faster than MLX (docs/environment.md). True: as soon as a step's memory
+                has been measured, with a warning where it cannot be. False: never. `stats.traces`
                 says what was captured, and why a trace is not replayed. What the model and the optimizer then hold are
                 lazy copies, which any thread may evaluate between two steps; to evaluate all of them after each step
                 costs a copy of all parameters each time. A capture keeps the memory of a step between steps

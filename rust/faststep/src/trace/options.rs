@@ -46,7 +46,7 @@ impl std::fmt::Display for Nonfinite {
 pub enum Replay {
     /// MLX evaluates every step.
     Never,
-    /// A trace that has been evaluated a few times.
+    /// A trace that has been evaluated a few times, on a CPU where that is faster.
     #[default]
     Auto,
     /// A trace as soon as the memory that it takes has been measured.
