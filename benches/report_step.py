@@ -79,7 +79,18 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"{result['largest loss difference']:.1e}{each} ({BOUND}: compiled gradients, no update).",
         "",
     ]
+    lines += jax_notes(result["JAX"]) if "JAX" in result else []
     return lines + (torch_notes(result["PyTorch"]) if "PyTorch" in result else [])
+
+
+def jax_notes(peer: dict[str, Any]) -> list[str]:
+    """Say what JAX's numbers rest on."""
+    return [
+        f"JAX {peer['version']} runs in a process of its own, in the same rounds, while this one waits: the whole step "
+        "in one `jax.jit`, with donated parameters and moments. Initial weights, batches and the update are the same, "
+        "and the first losses agree.",
+        "",
+    ]
 
 
 def torch_notes(peer: dict[str, Any]) -> list[str]:

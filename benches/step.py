@@ -7,6 +7,7 @@ processes of their own: on a GPU several at once, which compile the kernels that
     python benches/step.py                          # the cases that suit the device
     python benches/step.py --cases gpt24 --rounds 20
     python benches/step.py --torch /path/to/python3 # PyTorch's ways too, in a process of that Python, in the same turns
+    python benches/step.py --jax /path/to/python3   # JAX's, in the same way
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
+import frameworks
 import mlx.core as mx
 import numpy as np
 import peers
-import torch_ways
 from cases import CASES, MAX_GRAD_NORM, ON_CPU, ON_GPU, Case, Checkpointed
 from faststep import Step
 from mlx.utils import tree_reduce
@@ -87,8 +88,7 @@ def measure(
     if exact:
         result["loss differences from float32"] = {way: apart[way] for way in (PLAIN, COMPILED, FAST)}
     result |= {"steps in a block": count, "ms": in_turns(blocks, rounds, after_round)}
-    torch = [peer.built for peer in others if "version" in peer.built]
-    return result | ({"PyTorch": torch[0]} if torch else {})
+    return result | {peer.built["framework"]: peer.built for peer in others if "framework" in peer.built}
 
 
 def is_captured(step: Step[Any, Any]) -> bool:
@@ -128,14 +128,15 @@ def serve(case: Case) -> None:
         print(json.dumps(run_block(steps[OWN_KERNELS[name]], batches, count)), flush=True)
 
 
-def start(stack: contextlib.ExitStack, name: str, torch: str | None) -> list[peers.Peer]:
-    """Start the other processes of one case."""
+def start(stack: contextlib.ExitStack, name: str, pythons: dict[str, str | None]) -> list[peers.Peer]:
+    """Start the other processes of one case; `pythons`: what runs a framework."""
     started: list[peers.Peer] = []
     if not on_gpu():
         command = [sys.executable, *sys.argv, "--alone", name]
         started.append(stack.enter_context(peers.start(command, {**os.environ, "FASTSTEP_KERNELS": "0"})))
-    if torch and CASES[name].model is not Checkpointed:  # whose peer would compute another way
-        started.append(stack.enter_context(torch_ways.start(torch, CASES[name])))
+    for framework, python in pythons.items():
+        if python and CASES[name].model is not Checkpointed:  # which they would compute another way
+            started.append(stack.enter_context(frameworks.start(framework, python, CASES[name])))
     return started
 
 
@@ -181,6 +182,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = arguments("Measure the training step, side by side.", list(CASES))
     parser.add_argument("--rounds", type=int, default=40, help="turns that every way takes (default: %(default)s)")
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has PyTorch: its ways are measured too")
+    parser.add_argument("--jax", metavar="PYTHON", help="a Python that has JAX: its way is measured too")
     return parser.parse_args()
 
 
@@ -200,7 +202,7 @@ def main() -> None:
     sample, failed = Sample("step", args), []
     names = args.cases or (ON_GPU if on_gpu() else ON_CPU)
     with bars() as progress, contextlib.ExitStack() as stack:
-        others = {name: start(stack, name, args.torch) for name in names}
+        others = {name: start(stack, name, {"PyTorch": args.torch, "JAX": args.jax}) for name in names}
         if not on_gpu():  # what builds beside it would change the peak of a step there
             for each in (peer for of in others.values() for peer in of):
                 each.built  # noqa: B018, waits

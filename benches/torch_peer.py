@@ -1,6 +1,6 @@
 """PyTorch's side of ``step.py``: the same models, optimizer and clipping, run by the Python that has PyTorch.
 
-``step.py --torch`` starts it with one argument, the folder in which ``torch_ways.py`` has put the case (``case.json``)
+``step.py --torch`` starts it with one argument, the folder in which ``frameworks.py`` has put the case (``case.json``)
 and MLX's initial weights and batches (``arrays.npz``). It prints what it has built, a line of JSON, and then takes a
 block of steps for every line ``["way", steps]`` that it reads, and prints its milliseconds a step.
 """
@@ -257,7 +257,8 @@ def main() -> None:
     batches = list(zip(xs, ys.long(), strict=True))
     steps, built = build(case, arrays, batches)
     precision = torch.get_float32_matmul_precision()
-    print(json.dumps({"version": torch.__version__, "matmul precision": precision, "ways": built}), flush=True)
+    about = {"framework": "PyTorch", "version": torch.__version__, "matmul precision": precision}
+    print(json.dumps({**about, "ways": built}), flush=True)
     for line in sys.stdin:
         way, count = json.loads(line)
         print(json.dumps(run_block(steps[way], batches, count)), flush=True)

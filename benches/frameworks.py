@@ -1,4 +1,4 @@
-"""PyTorch's ways to take the step, in a process of another Python, which take their turns beside those of ``ways``."""
+"""Other frameworks' ways to take the step, in processes of other Pythons, which take turns with those of ``ways``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from machine import ROOT
 from mlx.utils import tree_flatten
 from samples import on_gpu
 
-PEER = ROOT / "benches" / "torch_peer.py"
+PEERS = {"PyTorch": "torch_peer.py", "JAX": "jax_peer.py"}
 
 
 @contextlib.contextmanager
-def start(python: str, case: Case) -> Iterator[peers.Peer]:
-    """Run the peer with this Python on a case; it ends with the context.
+def start(framework: str, python: str, case: Case) -> Iterator[peers.Peer]:
+    """Run a framework's peer on a case; it ends with the context.
 
     Args:
-        python: Path of a Python that has PyTorch.
+        framework: A key of ``PEERS``.
+        python: Path of a Python that has the framework.
         case: What to measure; its initial weights and batches go along as float32.
     """
     with tempfile.TemporaryDirectory() as folder:
         np.savez(Path(folder, "arrays.npz"), allow_pickle=False, **arrays(case))
         Path(folder, "case.json").write_text(json.dumps(description(case)), encoding="utf-8")
-        with peers.start([python, str(PEER), folder], environment()) as peer:
+        with peers.start([python, str(ROOT / "benches" / PEERS[framework]), folder], environment()) as peer:
             yield peer
 
 
