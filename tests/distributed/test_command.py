@@ -25,6 +25,7 @@ data:
   validation: {{use: arrays, file: {data}}}
   batch_size: 4
 optimizer: {{use: Adam, learning_rate: 1e-2}}
+step: {{sync: broadcast, check_ranks: 2}}
 train: {{epochs: 1, log_every: 1}}
 """
 

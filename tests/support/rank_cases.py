@@ -366,6 +366,57 @@ def set_norm(step: Step, norm: float) -> None:
     step.max_grad_norm = norm
 
 
+def mixed() -> nn.Module:
+    """Make a model with a frozen part, a buffer and parameters in half precision."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model.layers[2].freeze()
+    model.layers[0].set_dtype(mx.bfloat16)
+    return model
+
+
+@case
+def broadcast() -> None:
+    """Whatever the ranks begin with, they go on from rank 0's, to the bit; with "check" frozen parts are told of."""
+    for make_optimizer in (lambda: optim.Adam(1e-2), Signs):
+        mx.random.seed(RANK)
+        model, optimizer = mixed(), make_optimizer()
+        model.layers[0].bias = mx.array([-0.0, float("nan"), *[float(RANK)] * (WIDTH - 2)], mx.bfloat16)
+        optimizer.init(model.trainable_parameters())
+        optimizer.state["layers"][0]["weight"] = {"m": mx.full((WIDTH, WIDTH), RANK), "v": mx.ones((WIDTH, WIDTH))}
+        optimizer.state["layers"][0]["weight"]["sum"] = mx.full((WIDTH, WIDTH), RANK)
+        begun = mx.distributed.all_gather(model.layers[2].weight[None], group=GROUP)[0]
+        step = Step(model, optimizer, mean_loss, group=GROUP, sync="broadcast")
+        assert step(*batch(0, RANK)).skipped  # by the NaN
+        step.check_ranks()
+        np.testing.assert_array_equal(model.layers[2].weight, begun)
+        bias = np.array(model.layers[0].bias.astype(mx.float32))
+        np.testing.assert_array_equal(bias, [0, np.nan, *[0] * (WIDTH - 2)])
+        assert np.signbit(bias[0])
+    model, optimizer = pair(frozen)
+    model.layers[0].weight = model.layers[0].weight + RANK
+    wanted = f"layers.0.weight and 0 more arrays that are not trained differ from rank {int(RANK == 0)}'s"
+    with pytest.warns(RuntimeWarning, match=wanted):
+        Step(model, optimizer, mean_loss, group=GROUP)(*batch(0, RANK))
+
+
+@case
+def checked_at_intervals() -> None:
+    """A parameter that another program changes on one rank is found behind the update that is due."""
+    model, optimizer = pair()
+    step = Step(model, optimizer, mean_loss, group=GROUP, check_ranks=3, accumulate=2)
+    for number in range(10):
+        step(*batch(number, RANK))
+    assert step.flush() is False
+    if RANK == 1:
+        model.layers[2].bias = model.layers[2].bias + 1e-6
+    step(*batch(10, RANK))
+    with refused("rank 1: the values of layers.2.bias differ from rank 0's. The replicas have drifted", [1]):
+        step(*batch(11, RANK))
+    assert step.stats.updates == 6
+    with refused("rank 1: the options differ", [1]):
+        Step(*pair(), mean_loss, group=GROUP, check_ranks=RANK)(*batch(0, RANK))
+
+
 @case
 def buffers() -> None:
     """Buffers are each rank's own; a loss that sets a parameter is refused."""

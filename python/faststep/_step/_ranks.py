@@ -1,4 +1,4 @@
-"""The ranks of a group: what they must have alike before the first update, and what they do together beside updates."""
+"""The ranks of a group, and what they do together beside updates."""
 
 from __future__ import annotations
 
@@ -6,35 +6,20 @@ import contextlib
 import json
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from faststep._command import HUNG
 from faststep._native import core
-from faststep._step._options import Options
-from faststep._step._user_optimizer import OwnOptimizer
 
 Group = mx.distributed.Group
 RankError = core.RankError
-_FREE = {"compile", "replay", "in_flight", "max_traces", "clear_cache_every"}  # each rank may have its own
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
 Kind = Literal["gradients", "validation", "checkpoint", "comparison"]
 _KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4}  # for `Step.meet`
-_PLAIN = (bool, int, float, str, type(None))
-
-
-class _Part(NamedTuple):
-    """A part of the training that is to be the same on all ranks, as text."""
-
-    name: str
-    text: str
-    remedy: str
 
 
 class Ranks:
@@ -68,6 +53,20 @@ class Ranks:
         rows = _gathered([*text, *[0] * (max(lengths) - len(text))], self.group)
         return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
+    def from_first(self, array: mx.array) -> mx.array:
+        """Return an array as rank 0 has it, to the bit; to be called on all ranks with one shape and dtype.
+
+        Raises:
+            RankError: The others are gone.
+        """
+        if self.group is None or array.size == 0:
+            return array
+        # bytes: the sum with zeros is exact, and -0.0 and NaN stay what they are
+        bits = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        bits = bits if self.rank == 0 else mx.zeros_like(bits)
+        sums = _exchanged(lambda: mx.distributed.all_sum(bits, group=self.group))
+        return sums.view(array.dtype).reshape(array.shape)
+
     def agree(self, wish: int) -> int:
         """Tell the others a number below 256 from the next meeting or update on.
 
@@ -81,28 +80,16 @@ class Ranks:
         with contextlib.suppress(RankError):
             self._native.fail()
 
-
-def check_ranks(model: nn.Module, optimizer: Any, options: Options, ranks: Ranks) -> None:
-    """Compare model, optimizer and options with those of the other ranks; to be called on all of them.
-
-    Raises:
-        RankError: Versions, parameters, optimizer or options differ, or the first values of a parameter or a state, to
-            the bit.
-    """
-    arrays = dict(_arrays(model, optimizer))
-    parts = _parts(model, optimizer, options, arrays)
-    theirs = ranks.gather([zlib.crc32(part.text.encode()) for part in parts], "comparison")
-    for index, part in enumerate(parts):
-        if others := _others(theirs, index):
-            raise _error(others, f"{part.name} differ from rank 0's; here they are {part.text}. {part.remedy}")
-    values = ranks.gather([_checksum(array) for array in arrays.values()], "comparison")
-    for index, name in enumerate(arrays):
-        if others := _others(values, index):
-            raise _error(
-                others,
-                f"the values of {name} differ from rank 0's. Make the model from one seed on all ranks "
-                "(mx.random.seed), or load the same weights, and the same state into the optimizer",
-            )
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the others of an error in the block, but for one that all ranks have."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException:
+            self.fail()
+            raise
 
 
 def mean_gradients(
@@ -113,15 +100,12 @@ def mean_gradients(
     Raises:
         RankError: Another rank has failed.
     """
-    try:
+    with ranks.told():
         value, gradients = compute()
         loss = value[0] if isinstance(value, tuple) else value
         weight = mx.array(value[1] if weighted else 1.0, mx.float32)
         mine: Any = mx.stack([weight, loss.astype(mx.float32) * weight]).tolist()
         mx.eval(gradients)
-    except BaseException:
-        ranks.fail()
-        raise
     total, losses = (sum(each) for each in zip(*ranks.gather(mine, "gradients"), strict=True))
     mean = mx.array(losses / total if total else float("nan"), loss.dtype)
     share = mine[0] * ranks.size / total if total else float("nan")
@@ -138,65 +122,30 @@ def end_hung_rank() -> NoReturn:
     os._exit(HUNG)
 
 
-def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str, mx.array]) -> list[_Part]:
-    shapes = [f"{name} {_dtype(array)} {list(array.shape)}" for name, array in arrays.items()]
-    optimizer = optimizer.own if isinstance(optimizer, OwnOptimizer) else optimizer
-    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
-    chosen = {name: value for name, value in options.plain().items() if name not in _FREE}
-    kind = type(optimizer)
-    return [
-        _Part(
-            "the versions",
-            f"mlx {version('mlx')}, mlx-faststep {version('mlx-faststep')}",
-            "Install the same on all machines",
-        ),
-        _Part("the options", repr(chosen), "Give all ranks the same"),
-        _Part("the optimizers", f"{kind.__module__}.{kind.__qualname__} {numbers}", "Make it alike on all ranks"),
-        _Part(
-            "parameters and state",
-            f"{len(shapes)} arrays with the checksum {zlib.crc32(repr(shapes).encode()):08x}",
-            "Names, shapes, dtypes, and which parameters are frozen, are to be the same on all ranks, and so is "
-            "whether the optimizer has a state",
-        ),
-    ]
-
-
-def _arrays(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, mx.array]]:
-    parameters: Any = tree_flatten(model.trainable_parameters())
-    state: Any = tree_flatten(optimizer.attributes if isinstance(optimizer, OwnOptimizer) else optimizer.state)
-    yield from parameters
-    yield from ((f"optimizer.state.{name}", value) for name, value in state if isinstance(value, mx.array))
-
-
-def _dtype(array: mx.array) -> str:
-    return str(array.dtype).removeprefix("mlx.core.")
-
-
-def _checksum(array: mx.array) -> int:
-    """Return a number that other bits, or the same in another order, hardly have."""
-    bits = mx.contiguous(array).reshape(-1).view(_BITS[array.dtype.size]).astype(mx.uint32)
-    odd = 2 * mx.arange(bits.size, dtype=mx.uint32) + 1
-    total: Any = (bits * odd).sum().item()
-    return int(total)
-
-
 def _gathered(numbers: list[int], group: Group) -> list[list[int]]:
     """Return a row of numbers for each rank."""
     mine = mx.array(numbers, mx.uint32)
-    try:
-        rows: Any = mx.distributed.all_gather(mine, group=group).reshape(group.size(), -1).tolist()
-    except RuntimeError as error:
-        raise _error([], f"the other ranks are lost: {error}") from None
+    rows: Any = _exchanged(lambda: mx.distributed.all_gather(mine, group=group)).reshape(group.size(), -1).tolist()
     found: list[list[int]] = rows
     return found
 
 
-def _others(rows: list[list[int]], index: int) -> list[int]:
-    """Return the ranks that have another value than rank 0."""
-    return [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
+def _exchanged(exchange: Callable[[], mx.array]) -> mx.array:
+    """Return what MLX exchanges, evaluated.
+
+    Raises:
+        RankError: It cannot be done.
+    """
+    try:
+        found = exchange()
+        mx.eval(found)
+    except RuntimeError as error:
+        raise rank_error([], f"the other ranks are lost: {error}") from None
+    return found
 
 
-def _error(ranks: list[int], what: str) -> RankError:
+def rank_error(ranks: list[int], what: str) -> RankError:
+    """Make the error of ranks, which may be none that are known."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: " if ranks else ""
     error = RankError(f"{names}{what}")
     error.ranks = ranks

@@ -17,7 +17,7 @@ from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._misuse import explain, function, refuse_unknown
-from faststep._step._options import Nonfinite, Options, Replay, Transform, positive, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, Sync, Transform, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
 from faststep._step._ranks import Ranks, end_hung_rank, mean_gradients
@@ -90,6 +90,8 @@ class Step(Generic[M, T]):
         clear_cache_every: int = 0,
         hang_timeout: float | None = None,
         group: mx.distributed.Group | None = None,
+        sync: Sync = "check",
+        check_ranks: int = 0,
         **unknown: NoReturn,
     ) -> None:
         """Make the step; nothing is traced before its first call.
@@ -150,6 +152,10 @@ class Step(Generic[M, T]):
                 others so long then ends itself, by exit code 5. None: no thread watches.
             group: The processes that train one model, each with batches of its own: gradients are averaged over them
                 before each update (docs/distributed.md). None, other than for MLX's functions: this process alone.
+            sync: Values of model and optimizer at the first call of a group: "check" that all ranks have the same, to
+                the bit, or "broadcast" rank 0's, frozen parameters and buffers too.
+            check_ranks: Compare the ranks, as `Step.check_ranks` does, after every so many updates, skipped ones
+                included; 0: at the first call only.
             **unknown: No other options are there: one that is misspelt is refused, with the one that may be meant.
 
         Raises:
@@ -223,12 +229,14 @@ class Step(Generic[M, T]):
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         if self._program.unchecked:
-            self._program.check_ranks(self.model, self._optimizer)
+            self._program.begin_ranks(self.model, self._optimizer)
         try:
             value, norm, skipped, update, mean = self._program.core.step(call, self._accumulate)
         except TypeError:
             explain(self.loss_fn, self.model, batch, named)
             raise
+        if update is not False:
+            self._program.updated(self.model, self._optimizer)
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
         missed = False if skipped is None else skipped
@@ -391,7 +399,8 @@ class Step(Generic[M, T]):
     def check_ranks(self) -> None:
         """Compare model, optimizer and options with those of the other ranks of the `group`, to the bit.
 
-        The first step does so by itself. To be called on all ranks; each array is read once.
+        The first step does so by itself, and later ones every `check_ranks` updates. To be called on all ranks; each
+        array is read once.
 
         Raises:
             RankError: Something differs: what, and on which ranks.
