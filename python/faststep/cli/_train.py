@@ -141,7 +141,10 @@ def predict(
 
 def _supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str] | None) -> None:
     if "MLX_RANK" in os.environ:
-        raise Exit("--supervise: expected one process, got a rank of several: they end and start together")
+        raise Exit(
+            "--supervise: expected one process, got a rank of several, which end and start together: "
+            "`faststep launch --supervise` starts them all again"
+        )
     from faststep.cli._supervisor import supervise
 
     raise SystemExit(supervise(command, load, overrides or []))
@@ -153,7 +156,7 @@ def _train(config: Config, start: Resume, exit_on_hang: bool) -> None:
         trainer.on_hang = "exit"
     with StackDump(trainer.hang_timeout):
         result = trainer.train(start)
-    if result.reason == "signal":
+    if result.reason == "signal" and trainer.ranks.rank == 0:  # the last to leave; `mlx.launch` ends those behind it
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
 
 
