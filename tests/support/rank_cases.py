@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from faststep import RankError, Step, fast_step
 from faststep.data import Loader
-from faststep.training import Callback, Trainer, TrainingError
+from faststep.metrics import LossWithMetrics, OfAll, scikit_learn
+from faststep.training import Callback, Trainer, TrainingError, validate
 
 from support.helpers import Pair, flat
 from support.plain_loop import PlainLoop, Rules
@@ -509,6 +510,58 @@ def a_training_is_that_of_one_process() -> None:
         assert len(list((FOLDER / "two" / "checkpoints").glob("step-*"))) > 1
     else:
         assert result.reason == "done"
+
+
+@case
+def metrics_of_all_predictions() -> None:
+    """Are those of one process: where the last batches are uneven, and where only one rank has a batch."""
+    samples = np.random.default_rng(0).normal(size=(13, WIDTH)).astype(np.float32)
+    labels = (samples[:, 0] > 0).astype(np.int32)
+    metrics = {
+        "auc": scikit_learn("roc_auc"),
+        "f1": scikit_learn("f1"),
+        "order": OfAll(lambda labels, outputs: {"sum": (outputs * np.arange(len(labels))).sum(), "rows": len(labels)}),
+    }
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+        out = model(x)[:, 0]
+        return nn.losses.binary_cross_entropy(out, y.astype(mx.float32)), out
+
+    def validated(group: Any, batches: Any) -> Any:
+        step = Step(*pair(), LossWithMetrics(loss_fn, metrics, weighted=False), group=group)
+        return validate(step, batches)
+
+    whole = Loader((samples, labels), 4 * SIZE)
+    wanted = validated(None, whole)
+    shared = Loader((samples, labels), 4, rank=RANK, world_size=SIZE)
+    found = validated(GROUP, shared)
+    assert found.metrics.keys() == wanted.metrics.keys()
+    for name, value in wanted.metrics.items():
+        np.testing.assert_allclose(found.metrics[name], value, rtol=1e-6, err_msg=name)
+    step = Step(*pair(), loss_fn, group=GROUP)
+    batches = [(mx.array(samples), mx.array(labels))] if RANK == 1 else []
+    data = Loader((samples, labels), 4, rank=RANK, world_size=SIZE)
+    often: dict[str, Any] = {"loggers": [], "metrics": metrics, "validate_at_start": True}
+    training = Trainer(step, data, run=FOLDER / "all", steps=1, validation=batches, **often)
+    seen: list[dict[str, float]] = []
+    training.callbacks = [Seen(seen)]
+    training.train()
+    np.testing.assert_allclose(seen[0]["auc"], wanted.metrics["auc"], rtol=1e-6)
+    broken = {"mine": OfAll(lambda labels, outputs: 1 / 0)}
+    step.loss_fn = LossWithMetrics(loss_fn, broken, weighted=False)
+    with refused("division" if RANK == 0 else "rank 0 failed", None, ZeroDivisionError if RANK == 0 else RankError):
+        validate(step, shared)
+
+
+class Seen(Callback):
+    """The metrics of validations."""
+
+    def __init__(self, seen: list[dict[str, float]]) -> None:
+        self.seen = seen
+
+    def on_validation(self, trainer: Trainer, loss: float, best: bool) -> None:
+        assert trainer.validated is not None
+        self.seen.append(trainer.validated.metrics)
 
 
 @case

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map
 
 from faststep._command import HUNG
@@ -18,6 +19,7 @@ from faststep._native import core
 
 Group = mx.distributed.Group
 RankError = core.RankError
+Rows = np.ndarray[Any, Any]
 Kind = Literal["gradients", "validation", "checkpoint", "comparison"]
 _KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4}  # for `Step.meet`
 
@@ -52,6 +54,31 @@ class Ranks:
         lengths = [length for (length,) in _gathered([len(text)], self.group)]
         rows = _gathered([*text, *[0] * (max(lengths) - len(text))], self.group)
         return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+    def gather_rows(self, rows: Rows | None, kind: Kind) -> list[Rows]:
+        """Return the rows of all ranks, in their order; to be called on all of them.
+
+        Args:
+            rows: A NumPy array [rows, ...], as long as this rank likes; None: it has none, and does not know their
+                shape.
+            kind: What they meet for.
+
+        Raises:
+            RankError: As `gather` does.
+        """
+        if self.group is None:
+            return [] if rows is None else [rows]
+        about = self.gather(None if rows is None else [rows.dtype.str, rows.shape], kind)
+        known: Any = next((each for each in about if each is not None), ["f4", [0]])
+        empty = np.empty((0, *known[1][1:]), known[0])
+        templates = [empty if each is None else np.broadcast_to(np.empty((), each[0]), each[1]) for each in about]
+        mine = b"" if rows is None else rows.tobytes()
+        row = np.frombuffer(mine.ljust(max(each.nbytes for each in templates), b"\0"), np.uint8)
+        theirs = np.array(_exchanged(lambda: mx.distributed.all_gather(mx.array(row)[None], group=self.group)))
+        return [
+            bits[: each.nbytes].view(each.dtype).reshape(each.shape)
+            for bits, each in zip(theirs, templates, strict=True)
+        ]
 
     def from_first(self, array: mx.array) -> mx.array:
         """Return an array as rank 0 has it, to the bit; to be called on all ranks with one shape and dtype.

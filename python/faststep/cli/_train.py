@@ -107,7 +107,8 @@ def evaluate(
     chosen.restore(built.step)
     loss, batches, metrics = validate(built.step, built.validation)
     values = ", ".join(f"{name} {value:.6f}" for name, value in {"loss": loss, **metrics}.items())
-    typer.echo(f"step {chosen.number}: {values} over {batches} batches")
+    if built.step.ranks.rank == 0:
+        typer.echo(f"step {chosen.number}: {values} over {batches} batches")
 
 
 def predict(
