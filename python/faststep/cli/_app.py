@@ -21,6 +21,7 @@ from faststep.cli import (
     _from_mlx_lm,
     _launch,
     _new,
+    _plan_ranks,
     _profile,
     _runs,
     _train,
@@ -58,6 +59,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "find-rate": _find_rate.find_rate,
     "find-batch": _find_batch.find_batch,
     "profile": _profile.profile,
+    "plan-ranks": _plan_ranks.plan_ranks,
     "schema": _runs.schema,
     "version": _runs.version,
 }
