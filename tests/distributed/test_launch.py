@@ -129,3 +129,10 @@ def test_an_error_of_one_rank_is_no_reason_to_start_again(config: Path) -> None:
 def test_what_cannot_be_is_refused(config: Path) -> None:
     assert "got 'mpi'" in launch(config, "--backend", "mpi", status=2)
     assert "expected --supervise" in launch(config, "--fewer", status=2)
+
+
+def test_it_is_proved_that_ranks_resume(config: Path) -> None:
+    options: list[Any] = ["--ranks", 2, "-p", free_ports(2), "--kills", 1, "--steps", 20]
+    done = faststep("verify-resume", config, *options, *callback("Slow"))
+    assert "proved: killed 1 times and resumed" in done.stdout
+    assert "same   random states" in done.stdout

@@ -38,9 +38,9 @@ class Launch:
 
     hosts: tuple[str, ...]
     repeat: int
-    options: tuple[str, ...]
-    python: str | None
-    fewer: bool
+    options: tuple[str, ...] = ()
+    python: str | None = None
+    fewer: bool = False
 
     @property
     def is_local(self) -> bool:
