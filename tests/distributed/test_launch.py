@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 import yaml
 from support.commands import checksums, faststep, set_, wait_for_line, write_config
-from support.ring import free_ports
+from support.ring import ended, free_ports, start
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or not mx.distributed.is_available("ring"), reason="this MLX has no ring of processes"
@@ -136,3 +136,23 @@ def test_it_is_proved_that_ranks_resume(config: Path) -> None:
     done = faststep("verify-resume", config, *options, *callback("Slow"))
     assert "proved: killed 1 times and resumed" in done.stdout
     assert "same   random states" in done.stdout
+
+
+def test_a_check_compares_the_ranks(config: Path, tmp_path: Path) -> None:
+    """Whose configs are files on their hosts: another one on one rank is told."""
+    done = faststep("launch", "-n", 2, "-p", free_ports(2), "--check", config)
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *("ranks", "python", "mlx", "mlx-faststep", "device", "config", "update", "all-reduce")
+    ]
+    assert all(line.endswith("the same on all") for line in lines[1:6]), lines
+    assert not (tmp_path / "run").exists()
+    other = tmp_path / "own-$MLX_RANK.yaml"
+    for rank in range(2):
+        text = config.read_text().replace("0.01", f"0.0{1 + rank}")
+        (tmp_path / f"own-{rank}.yaml").write_text(text)
+    command = ["faststep", "check-ranks", str(other)]
+    children = start(2, tmp_path, "-c", f"exec {' '.join(command)}", program="/bin/bash")
+    said = ended(children)
+    assert [child.returncode for child in children] == [3, 0], said
+    assert "DIFFERENT rank 1" in next(line for line in said[0].splitlines() if line.startswith("config"))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from faststep.cli import (
+    _check_ranks,
     _checkpoint,
     _doctor,
     _find_batch,
@@ -65,6 +66,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in _COMMANDS.items():
     app.command(name, short_help=(inspect.getdoc(command) or "").partition("\n")[0])(command)  # or it would be cut
+app.command("check-ranks", hidden=True)(_check_ranks.check_ranks)  # for `launch --check`
 app.add_typer(_checkpoint.app, name="checkpoint")
 
 

@@ -30,6 +30,9 @@ def launch(
     port: Annotated[int | None, typer.Option("--starting-port", "-p", help="The first port of the ring.")] = None,
     python: Annotated[str | None, typer.Option(help="The interpreter on the hosts.")] = None,
     cwd: Annotated[str | None, typer.Option(help="The working directory on the hosts.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Train nothing: compare the ranks, and measure their network.")
+    ] = False,
     supervise: Annotated[
         bool, typer.Option(help="Start all ranks again from the newest checkpoint when one dies.")
     ] = False,
@@ -44,6 +47,8 @@ def launch(
     from faststep.cli import _supervisor
     from faststep.config import load
 
+    if check and supervise:
+        raise Exit("--check: expected no --supervise with it")
     if backend not in (None, *_BACKENDS):
         raise Exit(f"--backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
     if fewer and (hostfile is not None or not supervise):
@@ -55,7 +60,7 @@ def launch(
     is_run = what.is_dir()
     loaded = config_of(what, overrides) if is_run else load(what, overrides or [])
     changes = [*(overrides or []), f"run={loaded.run}"]
-    command = ["resume" if is_run else "train", str(what)]
+    command = ["check-ranks" if check else "resume" if is_run else "train", str(what)]
     if supervise:
         load_again = (lambda more: config_of(what, more)) if is_run else (lambda more: load(what, more))
         raise SystemExit(_supervisor.supervise(command, load_again, changes, ranks))
