@@ -36,7 +36,7 @@ def check_ranks(
     import mlx.nn as nn
     import mlx.optimizers as optim
 
-    from faststep import Step
+    from faststep._step import Step
 
     group = mx.distributed.init(strict=True)
     model = nn.Linear(2, 2)
