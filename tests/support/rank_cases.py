@@ -21,6 +21,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import RankError, Step, fast_step
+from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
 from faststep.metrics import LossWithMetrics, OfAll, scikit_learn
 from faststep.training import Callback, Trainer, TrainingError, validate
@@ -463,7 +464,7 @@ class Stop(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, **options: Any) -> Trainer:
+def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, shards: bool = False, **options: Any) -> Trainer:
     """Make a training of 26 samples, in batches of 8 over all ranks, that validates and is saved."""
     mx.random.seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Dropout(dropout), nn.Linear(2 * WIDTH, 1))
@@ -474,7 +475,8 @@ def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, **options: Any)
         out = model(x)
         return mx.square(out - 1).mean(), x.shape[0], {"mean": out.mean()}
 
-    step = Step(model, optim.AdamW(1e-2), loss_fn, group=group, weighted=True, max_grad_norm=1.0)
+    chosen: dict[str, Any] = {"weighted": True, "max_grad_norm": 1.0, "shard_optimizer": shards}
+    step = Step(model, optim.AdamW(1e-2), loss_fn, group=group, **chosen)
     samples = np.random.default_rng(0).normal(size=(26, WIDTH)).astype(np.float32)
     shared = {"batch_size": 8 // size, "rank": rank, "world_size": size}
     loader, validation = Loader(samples, shuffle=True, seed=3, **shared), Loader(samples[:11], **shared)
@@ -510,6 +512,68 @@ def a_training_is_that_of_one_process() -> None:
         assert len(list((FOLDER / "two" / "checkpoints").glob("step-*"))) > 1
     else:
         assert result.reason == "done"
+
+
+@case
+def sharded_optimizer() -> None:
+    """Each rank has its part of the state; the numbers are those of whole optimizers, and so is what is saved."""
+    makes: dict[str, Callable[[], Any]] = {
+        "AdamW": lambda: optim.AdamW(optim.cosine_decay(1e-2, 40), weight_decay=0.1),
+        "Adafactor": lambda: optim.Adafactor(1e-2),
+        "Muon": lambda: optim.Muon(1e-2),
+    }
+    options: dict[str, Any] = {"group": GROUP, "max_grad_norm": 0.5, "accumulate": 2}
+    for name, make in makes.items():
+        model = frozen if name == "Muon" else sequential
+        ours, whole = pair(model, make), pair(model, make)
+        step = Step(*ours, mean_loss, **options, shard_optimizer=True, check_ranks=2)
+        reference = Step(*whole, mean_loss, **options)
+        for number in range(8):
+            for each in (step, reference):
+                out = each(*spoiled(number, RANK))
+        assert out.updated
+        assert_equal(ours[0].parameters(), whole[0].parameters(), 1e-6, 1e-7)
+        parts = [set(flat(each.state)) for each in (ours[1], whole[1])]
+        assert parts[0] < parts[1]
+        sizes = [sum(value.size for value in flat(each.state).values()) for each in (ours[1], whole[1])]
+        all_sizes = mx.distributed.all_sum(mx.array(sizes[0]), group=GROUP).item()
+        assert all_sizes == pytest.approx(sizes[1], abs=8)  # numbers such as the step are on each
+        with step.whole_optimizer():
+            if RANK == 0:
+                assert_equal(ours[1].state, whole[1].state, 1e-5, 1e-7)
+        assert set(flat(ours[1].state)) == parts[0]
+        step(*batch(9, RANK))
+    ours[0].unfreeze()  # of Muon's, the last one
+    if RANK == 0:
+        with refused("expected a save in a `with step.whole_optimizer", None, CheckpointError):
+            Checkpoints(FOLDER / "part").save(step, None, number=1)
+    with refused("layers.0.[a-z]* was frozen at the first step", None, ValueError):
+        for number in range(2):
+            step(*batch(number, RANK))
+    with refused("expected neither ema_decay", None, ValueError):
+        Step(*pair(), mean_loss, group=GROUP, shard_optimizer=True, ema_decay=0.9)
+    with refused("got MultiOptimizer", None, ValueError):
+        Step(*pair(optimizer=lambda: optim.MultiOptimizer([Signs()])), mean_loss, group=GROUP, shard_optimizer=True)
+
+
+@case
+def sharded_trainings_are_saved_whole() -> None:
+    """And go on in one process, or in several, sharded or not."""
+    whole = trainer("unsharded")
+    whole.train()
+    for name, first, then in (("alone", True, False), ("ranks", True, True), ("into", False, True)):
+        part = trainer(name, shards=first, steps=5)
+        part.train()
+        if name == "alone":
+            if RANK > 0:
+                continue
+            rest = trainer(name, group=None)
+        else:
+            rest = trainer(name, shards=then)
+        assert rest.train().steps == 12
+        assert_equal(rest.step.model.parameters(), whole.step.model.parameters(), 1e-4, 1e-5)
+        if then:
+            assert len(flat(rest.step.optimizer.state)) < len(flat(whole.step.optimizer.state))
 
 
 @case

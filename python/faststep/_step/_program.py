@@ -19,6 +19,7 @@ from faststep._step._misuse import refuse_options
 from faststep._step._options import Options, check_sync, whole_number
 from faststep._step._ranks import Ranks
 from faststep._step._replicas import Replicas
+from faststep._step._shard import ShardedOptimizer
 from faststep._step._user_optimizer import OwnOptimizer
 
 # model, optimizer, the loss function, its positional and named arguments
@@ -44,6 +45,7 @@ class Program:
         self.unchecked = self.ranks.size > 1  # they are compared at the first step
         every = whole_number("check_ranks", options.check_ranks, 0)
         self._check_every = every if self.ranks.size > 1 else 0
+        self.sharded: ShardedOptimizer | None = None
         self._updates = 0  # or windows that were skipped: as many on all ranks
         if threading.current_thread() is not threading.main_thread():
             _threads.add(threading.get_native_id())
@@ -57,6 +59,8 @@ class Program:
         """Compare model, optimizer and options with those of the other ranks before the first update."""
         with self.ranks.told():
             Replicas(model, optimizer, self.options, self.core.state()).begin(self.ranks)
+            if self.sharded is not None:
+                self.sharded.share_out(model, self.ranks, self.options)
         self.unchecked = False
 
     def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -66,7 +70,9 @@ class Program:
                 Replicas(model, optimizer, self.options, self.core.state()).check(self.ranks)
 
     def updated(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Count an update, and compare the ranks where that is due."""
+        """Gather what other ranks have updated; count an update, and compare the ranks where that is due."""
+        if self.sharded is not None:
+            self.sharded.gather(model, self.ranks)
         if self._check_every:
             self._updates += 1
             if self._updates % self._check_every == 0:

@@ -80,8 +80,24 @@ class Ranks:
             for bits, each in zip(theirs, templates, strict=True)
         ]
 
-    def from_first(self, array: mx.array) -> mx.array:
-        """Return an array as rank 0 has it, to the bit; to be called on all ranks with one shape and dtype.
+    def meet(self, kind: Kind) -> None:
+        """Meet the other ranks before arrays are exchanged; to be called on all of them.
+
+        Raises:
+            RankError: As `gather` does.
+        """
+        self._native.meet(_KINDS[kind])
+
+    def sum(self, array: mx.array) -> mx.array:
+        """Return the sum of an array over the ranks, evaluated; to be called on all of them.
+
+        Raises:
+            RankError: The others are gone.
+        """
+        return _exchanged(lambda: mx.distributed.all_sum(array, group=self.group))
+
+    def from_rank(self, array: mx.array, rank: int) -> mx.array:
+        """Return an array as a rank has it, to the bit; to be called on all of them with one shape and dtype.
 
         Raises:
             RankError: The others are gone.
@@ -90,9 +106,7 @@ class Ranks:
             return array
         # bytes: the sum with zeros is exact, and -0.0 and NaN stay what they are
         bits = mx.contiguous(array).reshape(-1).view(mx.uint8)
-        bits = bits if self.rank == 0 else mx.zeros_like(bits)
-        sums = _exchanged(lambda: mx.distributed.all_sum(bits, group=self.group))
-        return sums.view(array.dtype).reshape(array.shape)
+        return self.sum(bits if self.rank == rank else mx.zeros_like(bits)).view(array.dtype).reshape(array.shape)
 
     def agree(self, wish: int) -> int:
         """Tell the others a number below 256 from the next meeting or update on.

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from faststep._step._options import Options
 from faststep._step._ranks import Ranks, rank_error
+from faststep._step._shard import ShardedOptimizer
 from faststep._step._state import Kept
 from faststep._step._user_optimizer import OwnOptimizer
 
@@ -47,6 +48,8 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, options: Options, kept: Kept | None) -> None:
+        self._is_sharded = isinstance(optimizer, OwnOptimizer) and isinstance(optimizer.own, ShardedOptimizer)
+        optimizer = optimizer.own.optimizer if self._is_sharded else optimizer
         self._model, self._optimizer, self._options = model, optimizer, options
         arrays = {} if kept is None else kept[0]
         self._kept = {name: array for name, array in arrays.items() if not name.startswith(_OPEN)}
@@ -140,7 +143,9 @@ class Replicas:
         parameters: Any = tree_flatten(self._model.trainable_parameters())
         state: Any = tree_flatten(optimizer.attributes if isinstance(optimizer, OwnOptimizer) else optimizer.state)
         yield from parameters
-        yield from ((f"optimizer.state.{name}", value) for name, value in state if isinstance(value, mx.array))
+        for name, value in state:
+            if isinstance(value, mx.array) and not (self._is_sharded and "." in name):  # each rank has a part
+                yield f"optimizer.state.{name}", value
         yield from sorted(self._kept.items())
 
     def _others(self) -> dict[str, mx.array]:
@@ -153,7 +158,7 @@ class Replicas:
 def _from_first(tree: Any, ranks: Ranks) -> Any:
     """Return the arrays of a tree as rank 0 has them, one after another in the order of their names."""
     arrays = {name: each for name, each in _flat(tree) if isinstance(each, mx.array)}
-    found = {name: ranks.from_first(arrays[name]) for name in sorted(arrays)}
+    found = {name: ranks.from_rank(arrays[name], 0) for name in sorted(arrays)}
     return tree_map_with_path(lambda name, each: found.get(name, each), tree)
 
 

@@ -21,6 +21,7 @@ from faststep._step._options import Nonfinite, Options, Replay, Sync, Transform,
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
 from faststep._step._ranks import Ranks, end_hung_rank, mean_gradients
+from faststep._step._shard import ShardedOptimizer
 from faststep._step._user_optimizer import as_optimizer
 from faststep._watch import Watchdog, hang_report
 
@@ -92,6 +93,7 @@ class Step(Generic[M, T]):
         group: mx.distributed.Group | None = None,
         sync: Sync = "check",
         check_ranks: int = 0,
+        shard_optimizer: bool = False,
         **unknown: NoReturn,
     ) -> None:
         """Make the step; nothing is traced before its first call.
@@ -156,6 +158,9 @@ class Step(Generic[M, T]):
                 the bit, or "broadcast" rank 0's, frozen parameters and buffers too.
             check_ranks: Compare the ranks, as `Step.check_ranks` does, after every so many updates, skipped ones
                 included; 0: at the first call only.
+            shard_optimizer: Each rank of the group updates a part of the parameters, whole ones, and has the optimizer
+                state of that part alone; then they exchange parameters. Not with a `MultiOptimizer`, an object of your
+                own, `ema_decay`, `sync="broadcast"`, nor `compute_dtype` for half-precision parameters.
             **unknown: No other options are there: one that is misspelt is refused, with the one that may be meant.
 
         Raises:
@@ -164,10 +169,13 @@ class Step(Generic[M, T]):
         """
         refuse_unknown(unknown)
         options = Options.among(locals())
+        shards = shard_optimizer and group is not None and group.size() > 1
+        self._sharded = ShardedOptimizer(optimizer, options) if shards else None
         self.model, self.optimizer, self.loss_fn = model, optimizer, function(loss_fn)
         self._weighted = weighted
         self._program = Program(model, self._optimizer, options, group)
-        self._attributes = Attributes(self._optimizer)
+        self._program.sharded = self._sharded
+        self._attributes = Attributes(self.optimizer)
         self.accumulate = accumulate
         if cache_limit is not None:
             mx.set_cache_limit(whole_number("cache_limit", cache_limit, 0))
@@ -177,11 +185,33 @@ class Step(Generic[M, T]):
     @property
     def optimizer(self) -> Any:
         """The optimizer; of an object of your own what stands for it. Another one takes its place at the next call."""
-        return self._optimizer
+        return self._optimizer if self._sharded is None else self._sharded.optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        self._given, self._optimizer = optimizer, as_optimizer(optimizer)
+        if self._sharded is not None and optimizer is not self._sharded.optimizer:
+            raise ValueError("optimizer: expected the one of the step, whose state is shared out (shard_optimizer)")
+        self._given = optimizer if self._sharded is None else self._sharded
+        self._optimizer = as_optimizer(self._given)
+
+    @property
+    def has_whole_optimizer(self) -> bool:
+        """True where the optimizer shows its whole state: without `shard_optimizer`, or within `whole_optimizer`."""
+        return self._sharded is None or self._sharded.is_whole
+
+    @contextlib.contextmanager
+    def whole_optimizer(self) -> Iterator[None]:
+        """Show the whole state in the optimizer on rank 0, for a checkpoint, where `shard_optimizer` shares it out.
+
+        A `with` block, to be entered on all ranks; the trainer does so by itself.
+
+        Raises:
+            RankError: Another rank has failed, is gone, or is somewhere else.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._sharded is not None:
+                stack.enter_context(self._sharded.whole(self.model, self._program.ranks))
+            yield
 
     @property
     def accumulate(self) -> int:
@@ -255,7 +285,7 @@ class Step(Generic[M, T]):
             RuntimeError: As a step does.
             FloatingPointError: As a step does.
         """
-        return self._program.flush(self.model, self.optimizer)
+        return self._program.flush(self.model, self._optimizer)
 
     @property
     def options(self) -> Options:
