@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,8 +21,9 @@ from faststep._native import core
 Group = mx.distributed.Group
 RankError = core.RankError
 Rows = np.ndarray[Any, Any]
-Kind = Literal["gradients", "validation", "checkpoint", "comparison"]
-_KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4}  # for `Step.meet`
+Kind = Literal["gradients", "validation", "checkpoint", "comparison", "parameters"]
+_KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4, "parameters": 5}
+_T = TypeVar("_T")
 
 
 class Ranks:
@@ -49,10 +51,13 @@ class Ranks:
         """
         if self.group is None:
             return [value]
-        self._native.meet(_KINDS[kind])
-        text = json.dumps(value).encode()
-        lengths = [length for (length,) in _gathered([len(text)], self.group)]
-        rows = _gathered([*text, *[0] * (max(lengths) - len(text))], self.group)
+        text, group = json.dumps(value).encode(), self.group
+
+        def exchange() -> tuple[list[int], list[list[int]]]:
+            lengths = [length for (length,) in _gathered([len(text)], group)]
+            return lengths, _gathered([*text, *[0] * (max(lengths) - len(text))], group)
+
+        lengths, rows = self.together(kind, exchange)
         return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
     def gather_rows(self, rows: Rows | None, kind: Kind) -> list[Rows]:
@@ -74,22 +79,28 @@ class Ranks:
         templates = [empty if each is None else np.broadcast_to(np.empty((), each[0]), each[1]) for each in about]
         mine = b"" if rows is None else rows.tobytes()
         row = np.frombuffer(mine.ljust(max(each.nbytes for each in templates), b"\0"), np.uint8)
-        theirs = np.array(_exchanged(lambda: mx.distributed.all_gather(mx.array(row)[None], group=self.group)))
+        gather = partial(mx.distributed.all_gather, mx.array(row)[None], group=self.group)
+        theirs = np.array(self.together(kind, partial(_exchanged, gather)))
         return [
             bits[: each.nbytes].view(each.dtype).reshape(each.shape)
             for bits, each in zip(theirs, templates, strict=True)
         ]
 
-    def meet(self, kind: Kind) -> None:
-        """Meet the other ranks before arrays are exchanged; to be called on all of them.
+    def together(self, kind: Kind, exchange: Callable[[], _T]) -> _T:
+        """Meet the other ranks, then exchange arrays with them; to be called on all of them.
+
+        Args:
+            kind: What they meet for.
+            exchange: The exchange, in the same order on all ranks. It is watched, and its time counts, as that of an
+                update's.
 
         Raises:
             RankError: As `gather` does.
         """
-        self._native.meet(_KINDS[kind])
+        return self._native.meet(_KINDS[kind], exchange)
 
     def sum(self, array: mx.array) -> mx.array:
-        """Return the sum of an array over the ranks, evaluated; to be called on all of them.
+        """Return the sum of an array over the ranks, evaluated; to be called `together`.
 
         Raises:
             RankError: The others are gone.
@@ -97,7 +108,7 @@ class Ranks:
         return _exchanged(lambda: mx.distributed.all_sum(array, group=self.group))
 
     def from_rank(self, array: mx.array, rank: int) -> mx.array:
-        """Return an array as a rank has it, to the bit; to be called on all of them with one shape and dtype.
+        """Return an array as a rank has it, to the bit; to be called `together`, with one shape and dtype.
 
         Raises:
             RankError: The others are gone.

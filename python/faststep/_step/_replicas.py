@@ -158,7 +158,7 @@ class Replicas:
 def _from_first(tree: Any, ranks: Ranks) -> Any:
     """Return the arrays of a tree as rank 0 has them, one after another in the order of their names."""
     arrays = {name: each for name, each in _flat(tree) if isinstance(each, mx.array)}
-    found = {name: ranks.from_rank(arrays[name], 0) for name in sorted(arrays)}
+    found = ranks.together("parameters", lambda: {name: ranks.from_rank(arrays[name], 0) for name in sorted(arrays)})
     return tree_map_with_path(lambda name, each: found.get(name, each), tree)
 
 

@@ -79,11 +79,12 @@ class ShardedOptimizer:
         Raises:
             RankError: Another rank has failed, or is gone.
         """
-        ranks.meet("comparison")
         arrays = _named(model.trainable_parameters())
-        mine = {
-            name: each if self._owners[name] == ranks.rank else mx.zeros_like(each) for name, each in arrays.items()
-        }
+        found = ranks.together("parameters", lambda: self._exchanged(arrays, ranks))
+        model.update(tree_map_with_path(lambda name, _: found[name], model.trainable_parameters()))
+
+    def _exchanged(self, arrays: dict[str, mx.array], ranks: Ranks) -> dict[str, mx.array]:
+        """Return the sums over the ranks, of which each has its own part and zeros."""
         lists: list[list[str]] = []
         for name, array in arrays.items():
             size = sum(arrays[each].nbytes for each in lists[-1]) if lists else _JOINED
@@ -92,12 +93,13 @@ class ShardedOptimizer:
             lists[-1].append(name)
         found: dict[str, mx.array] = {}
         for names in lists:
-            whole, at = ranks.sum(mx.concatenate([mine.pop(name).reshape(-1) for name in names])), 0
+            own = [arrays[name] if self._owners[name] == ranks.rank else mx.zeros_like(arrays[name]) for name in names]
+            whole, at = ranks.sum(mx.concatenate([each.reshape(-1) for each in own])), 0
             for name in names:
                 found[name] = whole[at : at + arrays[name].size].reshape(arrays[name].shape)
                 at += arrays[name].size
         mx.eval(found)
-        model.update(tree_map_with_path(lambda name, _: found[name], model.trainable_parameters()))
+        return found
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module, ranks: Ranks) -> Iterator[None]:
@@ -109,14 +111,17 @@ class ShardedOptimizer:
             name: {key: [list(each.shape), str(each.dtype)] for key, each in arrays.items()}
             for name, arrays in mine.items()
         }
+        plans = ranks.gather(plain, "checkpoint")
         states: dict[str, dict[str, mx.array]] = {}
-        for rank, about in enumerate(ranks.gather(plain, "checkpoint")):
-            for name, keys in about.items():
-                for key, (shape, dtype) in keys.items():
-                    empty = mx.zeros(shape, getattr(mx, dtype.removeprefix("mlx.core.")))
-                    array = ranks.from_rank(mine[name][key] if rank == ranks.rank else empty, rank)
-                    if ranks.rank == 0:
-                        states.setdefault(name, {})[key] = array
+
+        def exchange() -> None:
+            for rank, name, key, (shape, dtype) in _listed(plans):
+                empty = mx.zeros(shape, getattr(mx, dtype.removeprefix("mlx.core.")))
+                array = ranks.from_rank(mine[name][key] if rank == ranks.rank else empty, rank)
+                if ranks.rank == 0:
+                    states.setdefault(name, {})[key] = array
+
+        ranks.together("checkpoint", exchange)
         numbers = {name: each for name, each in part.items() if isinstance(each, mx.array)}
         tree = tree_map_with_path(lambda name, _: states.get(name, {}), model.trainable_parameters())
         if states:
@@ -136,6 +141,14 @@ class ShardedOptimizer:
         if isinstance(tree, list):
             return [self._part(each, f"{path}.{index}") for index, each in enumerate(tree)]
         return tree
+
+
+def _listed(plans: list[dict[str, dict[str, Any]]]) -> Iterator[tuple[int, str, str, Any]]:
+    """Yield rank, parameter, name, and shape with dtype, of each array of all states."""
+    for rank, plan in enumerate(plans):
+        for name, keys in plan.items():
+            for key, about in keys.items():
+                yield rank, name, key, about
 
 
 def _named(tree: Any) -> dict[str, mx.array]:
