@@ -149,22 +149,27 @@ class OfAll:
 
 
 class Predictions:
-    """Predictions of a validation for its `OfAll` metrics, batch by batch."""
+    """Predictions of a validation for its `OfAll` metrics.
+
+    Attributes:
+        metrics: The metrics, by name.
+        parts: The labels that count and their outputs, batch by batch, for each metric.
+    """
 
     def __init__(self, loss_fn: Any) -> None:
         self.metrics: Mapping[str, OfAll] = getattr(loss_fn, "of_all", {})
-        self._parts: dict[str, list[tuple[Array, Array]]] = {name: [] for name in self.metrics}
+        self.parts: dict[str, list[tuple[Array, Array]]] = {name: [] for name in self.metrics}
 
     def add(self, gathered: Mapping[str, tuple[mx.array, mx.array, mx.array]]) -> None:
         """Keep what the metrics have gathered of a batch."""
         for name, found in gathered.items():
             labels, outputs, counts = map(np.array, found)
-            self._parts[name].append((labels[counts], outputs[counts]))
+            self.parts[name].append((labels[counts], outputs[counts]))
 
     def read(self) -> dict[str, float]:
         """Return the metrics by name; those of one that returns several have its name before theirs."""
         values: dict[str, float] = {}
-        for name, parts in self._parts.items():
+        for name, parts in self.parts.items():
             found = self.metrics[name](*map(np.concatenate, zip(*parts, strict=True))) if parts else {}
             if isinstance(found, Mapping):
                 values |= {f"{name}/{key}": float(each) for key, each in found.items()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.ring import free_ports
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32" or not mx.distributed.is_available("ring"), reason="this MLX has no ring of processes"
@@ -25,20 +24,9 @@ data:
   validation: {{use: arrays, file: {data}}}
   batch_size: 4
 optimizer: {{use: Adam, learning_rate: 1e-2}}
+step: {{sync: broadcast, check_ranks: 2}}
 train: {{epochs: 1, log_every: 1}}
 """
-
-
-def free_ports(count: int) -> int:
-    """Return the first of so many free ports in a row."""
-    while True:
-        first = random.randrange(20000, 32000)
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
 
 
 def test_launch(tmp_path: Path) -> None:

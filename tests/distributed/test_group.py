@@ -18,7 +18,10 @@ CASES = TESTS / "support" / "rank_cases.py"
 
 @pytest.mark.parametrize(
     ("ranks", "pattern"),
-    [(2, "."), (4, "^(joined|weighted_window|uneven|half_precision|a_signal|an_exception|another_later)")],
+    [
+        (2, "."),
+        (4, "^(joined|weighted_window|uneven|half_precision|a_signal|an_exception|another_later|sharded_optimizer)"),
+    ],
     ids=["two", "four"],
 )
 def test_cases(ranks: int, pattern: str, tmp_path: Path) -> None:

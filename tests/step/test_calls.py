@@ -240,6 +240,8 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
         "in_flight": 1,
         "max_traces": 7,
         "clear_cache_every": 5,
+        "sync": "broadcast",
+        "check_ranks": 9,
     }
     assert given.keys() == set(Options._fields)
     assert all(repr(given[name]) != repr(default) for name, default in Options._field_defaults.items())

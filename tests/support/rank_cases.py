@@ -21,8 +21,10 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from faststep import RankError, Step, fast_step
+from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
-from faststep.training import Callback, Trainer, TrainingError
+from faststep.metrics import LossWithMetrics, OfAll, scikit_learn
+from faststep.training import Callback, Trainer, TrainingError, validate
 
 from support.helpers import Pair, flat
 from support.plain_loop import PlainLoop, Rules
@@ -366,6 +368,57 @@ def set_norm(step: Step, norm: float) -> None:
     step.max_grad_norm = norm
 
 
+def mixed() -> nn.Module:
+    """Make a model with a frozen part, a buffer and parameters in half precision."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model.layers[2].freeze()
+    model.layers[0].set_dtype(mx.bfloat16)
+    return model
+
+
+@case
+def broadcast() -> None:
+    """Whatever the ranks begin with, they go on from rank 0's, to the bit; with "check" frozen parts are told of."""
+    for make_optimizer in (lambda: optim.Adam(1e-2), Signs):
+        mx.random.seed(RANK)
+        model, optimizer = mixed(), make_optimizer()
+        model.layers[0].bias = mx.array([-0.0, float("nan"), *[float(RANK)] * (WIDTH - 2)], mx.bfloat16)
+        optimizer.init(model.trainable_parameters())
+        optimizer.state["layers"][0]["weight"] = {"m": mx.full((WIDTH, WIDTH), RANK), "v": mx.ones((WIDTH, WIDTH))}
+        optimizer.state["layers"][0]["weight"]["sum"] = mx.full((WIDTH, WIDTH), RANK)
+        begun = mx.distributed.all_gather(model.layers[2].weight[None], group=GROUP)[0]
+        step = Step(model, optimizer, mean_loss, group=GROUP, sync="broadcast")
+        assert step(*batch(0, RANK)).skipped  # by the NaN
+        step.check_ranks()
+        np.testing.assert_array_equal(model.layers[2].weight, begun)
+        bias = np.array(model.layers[0].bias.astype(mx.float32))
+        np.testing.assert_array_equal(bias, [0, np.nan, *[0] * (WIDTH - 2)])
+        assert np.signbit(bias[0])
+    model, optimizer = pair(frozen)
+    model.layers[0].weight = model.layers[0].weight + RANK
+    wanted = f"layers.0.weight and 0 more arrays that are not trained differ from rank {int(RANK == 0)}'s"
+    with pytest.warns(RuntimeWarning, match=wanted):
+        Step(model, optimizer, mean_loss, group=GROUP)(*batch(0, RANK))
+
+
+@case
+def checked_at_intervals() -> None:
+    """A parameter that another program changes on one rank is found behind the update that is due."""
+    model, optimizer = pair()
+    step = Step(model, optimizer, mean_loss, group=GROUP, check_ranks=3, accumulate=2)
+    for number in range(10):
+        step(*batch(number, RANK))
+    assert step.flush() is False
+    if RANK == 1:
+        model.layers[2].bias = model.layers[2].bias + 1e-6
+    step(*batch(10, RANK))
+    with refused("rank 1: the values of layers.2.bias differ from rank 0's. The replicas have drifted", [1]):
+        step(*batch(11, RANK))
+    assert step.stats.updates == 6
+    with refused("rank 1: the options differ", [1]):
+        Step(*pair(), mean_loss, group=GROUP, check_ranks=RANK)(*batch(0, RANK))
+
+
 @case
 def buffers() -> None:
     """Buffers are each rank's own; a loss that sets a parameter is refused."""
@@ -411,7 +464,7 @@ class Stop(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, **options: Any) -> Trainer:
+def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, shards: bool = False, **options: Any) -> Trainer:
     """Make a training of 26 samples, in batches of 8 over all ranks, that validates and is saved."""
     mx.random.seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Dropout(dropout), nn.Linear(2 * WIDTH, 1))
@@ -422,7 +475,8 @@ def trainer(name: str, dropout: float = 0.0, group: Any = GROUP, **options: Any)
         out = model(x)
         return mx.square(out - 1).mean(), x.shape[0], {"mean": out.mean()}
 
-    step = Step(model, optim.AdamW(1e-2), loss_fn, group=group, weighted=True, max_grad_norm=1.0)
+    chosen: dict[str, Any] = {"weighted": True, "max_grad_norm": 1.0, "shard_optimizer": shards}
+    step = Step(model, optim.AdamW(1e-2), loss_fn, group=group, **chosen)
     samples = np.random.default_rng(0).normal(size=(26, WIDTH)).astype(np.float32)
     shared = {"batch_size": 8 // size, "rank": rank, "world_size": size}
     loader, validation = Loader(samples, shuffle=True, seed=3, **shared), Loader(samples[:11], **shared)
@@ -458,6 +512,120 @@ def a_training_is_that_of_one_process() -> None:
         assert len(list((FOLDER / "two" / "checkpoints").glob("step-*"))) > 1
     else:
         assert result.reason == "done"
+
+
+@case
+def sharded_optimizer() -> None:
+    """Each rank has its part of the state; the numbers are those of whole optimizers, and so is what is saved."""
+    makes: dict[str, Callable[[], Any]] = {
+        "AdamW": lambda: optim.AdamW(optim.cosine_decay(1e-2, 40), weight_decay=0.1),
+        "Adafactor": lambda: optim.Adafactor(1e-2),
+        "Muon": lambda: optim.Muon(1e-2),
+    }
+    options: dict[str, Any] = {"group": GROUP, "max_grad_norm": 0.5, "accumulate": 2}
+    for name, make in makes.items():
+        model = frozen if name == "Muon" else sequential
+        ours, whole = pair(model, make), pair(model, make)
+        step = Step(*ours, mean_loss, **options, shard_optimizer=True, check_ranks=2)
+        reference = Step(*whole, mean_loss, **options)
+        for number in range(8):
+            for each in (step, reference):
+                out = each(*spoiled(number, RANK))
+        assert out.updated
+        assert_equal(ours[0].parameters(), whole[0].parameters(), 1e-6, 1e-7)
+        parts = [set(flat(each.state)) for each in (ours[1], whole[1])]
+        assert parts[0] < parts[1]
+        sizes = [sum(value.size for value in flat(each.state).values()) for each in (ours[1], whole[1])]
+        all_sizes = mx.distributed.all_sum(mx.array(sizes[0]), group=GROUP).item()
+        assert all_sizes == pytest.approx(sizes[1], abs=8)  # numbers such as the step are on each
+        with step.whole_optimizer():
+            if RANK == 0:
+                assert_equal(ours[1].state, whole[1].state, 1e-5, 1e-7)
+        assert set(flat(ours[1].state)) == parts[0]
+        step(*batch(9, RANK))
+    ours[0].unfreeze()  # of Muon's, the last one
+    if RANK == 0:
+        with refused("expected a save in a `with step.whole_optimizer", None, CheckpointError):
+            Checkpoints(FOLDER / "part").save(step, None, number=1)
+    with refused("layers.0.[a-z]* was frozen at the first step", None, ValueError):
+        for number in range(2):
+            step(*batch(number, RANK))
+    with refused("expected neither ema_decay", None, ValueError):
+        Step(*pair(), mean_loss, group=GROUP, shard_optimizer=True, ema_decay=0.9)
+    with refused("got MultiOptimizer", None, ValueError):
+        Step(*pair(optimizer=lambda: optim.MultiOptimizer([Signs()])), mean_loss, group=GROUP, shard_optimizer=True)
+
+
+@case
+def sharded_trainings_are_saved_whole() -> None:
+    """And go on in one process, or in several, sharded or not."""
+    whole = trainer("unsharded")
+    whole.train()
+    for name, first, then in (("alone", True, False), ("ranks", True, True), ("into", False, True)):
+        part = trainer(name, shards=first, steps=5)
+        part.train()
+        if name == "alone":
+            if RANK > 0:
+                continue
+            rest = trainer(name, group=None)
+        else:
+            rest = trainer(name, shards=then)
+        assert rest.train().steps == 12
+        assert_equal(rest.step.model.parameters(), whole.step.model.parameters(), 1e-4, 1e-5)
+        if then:
+            assert len(flat(rest.step.optimizer.state)) < len(flat(whole.step.optimizer.state))
+
+
+@case
+def metrics_of_all_predictions() -> None:
+    """Are those of one process: where the last batches are uneven, and where only one rank has a batch."""
+    samples = np.random.default_rng(0).normal(size=(13, WIDTH)).astype(np.float32)
+    labels = (samples[:, 0] > 0).astype(np.int32)
+    metrics = {
+        "auc": scikit_learn("roc_auc"),
+        "f1": scikit_learn("f1"),
+        "order": OfAll(lambda labels, outputs: {"sum": (outputs * np.arange(len(labels))).sum(), "rows": len(labels)}),
+    }
+
+    def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
+        out = model(x)[:, 0]
+        return nn.losses.binary_cross_entropy(out, y.astype(mx.float32)), out
+
+    def validated(group: Any, batches: Any) -> Any:
+        step = Step(*pair(), LossWithMetrics(loss_fn, metrics, weighted=False), group=group)
+        return validate(step, batches)
+
+    whole = Loader((samples, labels), 4 * SIZE)
+    wanted = validated(None, whole)
+    shared = Loader((samples, labels), 4, rank=RANK, world_size=SIZE)
+    found = validated(GROUP, shared)
+    assert found.metrics.keys() == wanted.metrics.keys()
+    for name, value in wanted.metrics.items():
+        np.testing.assert_allclose(found.metrics[name], value, rtol=1e-6, err_msg=name)
+    step = Step(*pair(), loss_fn, group=GROUP)
+    batches = [(mx.array(samples), mx.array(labels))] if RANK == 1 else []
+    data = Loader((samples, labels), 4, rank=RANK, world_size=SIZE)
+    often: dict[str, Any] = {"loggers": [], "metrics": metrics, "validate_at_start": True}
+    training = Trainer(step, data, run=FOLDER / "all", steps=1, validation=batches, **often)
+    seen: list[dict[str, float]] = []
+    training.callbacks = [Seen(seen)]
+    training.train()
+    np.testing.assert_allclose(seen[0]["auc"], wanted.metrics["auc"], rtol=1e-6)
+    broken = {"mine": OfAll(lambda labels, outputs: 1 / 0)}
+    step.loss_fn = LossWithMetrics(loss_fn, broken, weighted=False)
+    with refused("division" if RANK == 0 else "rank 0 failed", None, ZeroDivisionError if RANK == 0 else RankError):
+        validate(step, shared)
+
+
+class Seen(Callback):
+    """The metrics of validations."""
+
+    def __init__(self, seen: list[dict[str, float]]) -> None:
+        self.seen = seen
+
+    def on_validation(self, trainer: Trainer, loss: float, best: bool) -> None:
+        assert trainer.validated is not None
+        self.seen.append(trainer.validated.metrics)
 
 
 @case

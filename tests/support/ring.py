@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from support.places import TESTS
+
+
+def free_ports(count: int) -> int:
+    """Return the first of so many free ports in a row."""
+    while True:
+        first = random.randrange(20000, 32000)
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
 
 
 def start(

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from faststep._step._misuse import explain
-from faststep._step._options import Nonfinite, Options, Replay, Transform, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, Sync, Transform, whole_number
 from faststep._step._program import Program
 from faststep._step._user_optimizer import StepCache, as_optimizer
 
@@ -106,6 +106,8 @@ def fast_step(
     max_traces: int = 64,
     clear_cache_every: int = 0,
     group: mx.distributed.Group | None = None,
+    sync: Sync = "check",
+    check_ranks: int = 0,
     **named: Any,
 ) -> T:
     """Train on one batch: `Step` in one call, which keeps one for each model, optimizer and set of options.
@@ -143,6 +145,8 @@ def fast_step(
         clear_cache_every: Call `mx.clear_cache()` after every so many steps; 0: never.
         group: The processes that train one model: gradients are averaged over them before each update. None: this
             process alone.
+        sync: "check" or "broadcast" values of model and optimizer at the first call of a group, as `Step` does.
+        check_ranks: Compare the ranks of a group after every so many updates; 0: at the first call only.
         **named: Arguments of the loss function by name; the names of the options above are taken.
 
     Returns:
@@ -182,6 +186,8 @@ def fast_step(
         in_flight,
         max_traces,
         clear_cache_every,
+        sync,
+        check_ranks,
     )
     accumulate = whole_number("accumulate", accumulate, 1)
     # MLX's streams and random state are a thread's
@@ -200,12 +206,14 @@ def fast_step(
     optimizer = optimizer if own is None else own
     call = program.call(model, optimizer, loss_fn, batch, named)
     if program.unchecked:
-        program.check_ranks(model, optimizer)
+        program.begin_ranks(model, optimizer)
     try:
-        value, *_, mean = program.core.step(call, accumulate)
+        value, _, _, update, mean = program.core.step(call, accumulate)
     except TypeError:
         explain(loss_fn, model, batch, named)
         raise
+    if update is not False:
+        program.updated(model, optimizer)
     return cast(T, value if mean is None else (mean, *value[1:]) if isinstance(value, tuple) else mean)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
 
 Nonfinite = Literal["skip", "raise", "allow"]
 Replay = bool | Literal["auto"]
+Sync = Literal["check", "broadcast"]
 Transform = Callable[[nn.Module, dict[str, Any]], dict[str, Any]]
 
 
@@ -22,7 +23,7 @@ class Range(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Options of `Step` and `fast_step`; the native step checks them when it is made."""
+    """Options of `Step` and `fast_step`; the native step checks them when it is made, but for the last two."""
 
     max_grad_norm: Annotated[float | None, Range(0)] = None
     max_grad_value: Annotated[float | None, Range(0)] = None
@@ -37,6 +38,8 @@ class Options(NamedTuple):
     in_flight: Annotated[int, Range(0)] = 2
     max_traces: Annotated[int, Range(2)] = 64
     clear_cache_every: Annotated[int, Range(0)] = 0
+    sync: Sync = "check"
+    check_ranks: Annotated[int, Range(0)] = 0
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Options:
@@ -55,6 +58,16 @@ def _plain(value: Any) -> Any:
         return str(value)
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def check_sync(sync: str) -> None:
+    """Check the option.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if sync not in get_args(Sync):
+        raise ValueError(f'sync: expected "check" or "broadcast", got {sync!r}')
 
 
 def whole_number(name: str, value: int, least: int) -> int:

@@ -16,8 +16,10 @@ from mlx.optimizers import Optimizer
 from faststep._native import core
 from faststep._step._average import refuse_average
 from faststep._step._misuse import refuse_options
-from faststep._step._options import Options
-from faststep._step._ranks import Ranks, check_ranks
+from faststep._step._options import Options, check_sync, whole_number
+from faststep._step._ranks import Ranks
+from faststep._step._replicas import Replicas
+from faststep._step._shard import ShardedOptimizer
 from faststep._step._user_optimizer import OwnOptimizer
 
 # model, optimizer, the loss function, its positional and named arguments
@@ -39,8 +41,13 @@ class Program:
         self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
         self.named: set[str] = set()  # names of arguments that are no misspelt options
         self.core = core.Step(model, optimizer, options, group)
+        check_sync(options.sync)
         self.ranks = Ranks(self.core, group)
         self.unchecked = self.ranks.size > 1  # they are compared at the first step
+        every = whole_number("check_ranks", options.check_ranks, 0)
+        self._check_every = every if self.ranks.size > 1 else 0
+        self.sharded: ShardedOptimizer | None = None
+        self._updates = 0  # or windows that were skipped: as many on all ranks
         if threading.current_thread() is not threading.main_thread():
             _threads.add(threading.get_native_id())
         self.clip_to(options.max_grad_norm)
@@ -49,11 +56,28 @@ class Program:
         """Clip to another norm from the next step on."""
         self.options = self.options._replace(max_grad_norm=self.core.set_max_grad_norm(max_grad_norm))
 
-    def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Compare model, optimizer and options with those of the other ranks."""
-        if self.ranks.size > 1:
-            check_ranks(model, optimizer, self.options, self.ranks)
+    def begin_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Compare model, optimizer and options with those of the other ranks before the first update."""
+        with self.ranks.told():
+            Replicas(model, optimizer, self.options, self.core.state()).begin(self.ranks)
+            if self.sharded is not None:
+                self.sharded.share_out(model, self.ranks, self.options)
         self.unchecked = False
+
+    def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Compare them again, now."""
+        if self.ranks.size > 1:
+            with self.ranks.told():
+                Replicas(model, optimizer, self.options, self.core.state()).check(self.ranks)
+
+    def updated(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Gather what other ranks have updated; count an update, and compare the ranks where that is due."""
+        if self.sharded is not None:
+            self.sharded.gather(model, self.ranks)
+        if self._check_every:
+            self._updates += 1
+            if self._updates % self._check_every == 0:
+                self.check_ranks(model, optimizer)
 
     def call(
         self,
@@ -77,8 +101,11 @@ class Program:
         """Update by the window that is open; return whether there was one."""
         call = self.call(model, optimizer, None, (), {})
         if self.unchecked:
-            self.check_ranks(model, optimizer)
-        return self.core.flush(call)
+            self.begin_ranks(model, optimizer)
+        found = self.core.flush(call)
+        if found:
+            self.updated(model, optimizer)
+        return found
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""The ranks of a group: what they must have alike before the first update, and what they do together beside updates."""
+"""The ranks of a group, and what they do together beside updates."""
 
 from __future__ import annotations
 
@@ -6,35 +6,24 @@ import contextlib
 import json
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
-from typing import Any, Literal, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+import numpy as np
+from mlx.utils import tree_map
 
 from faststep._command import HUNG
 from faststep._native import core
-from faststep._step._options import Options
-from faststep._step._user_optimizer import OwnOptimizer
 
 Group = mx.distributed.Group
 RankError = core.RankError
-_FREE = {"compile", "replay", "in_flight", "max_traces", "clear_cache_every"}  # each rank may have its own
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
-Kind = Literal["gradients", "validation", "checkpoint", "comparison"]
-_KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4}  # for `Step.meet`
-_PLAIN = (bool, int, float, str, type(None))
-
-
-class _Part(NamedTuple):
-    """A part of the training that is to be the same on all ranks, as text."""
-
-    name: str
-    text: str
-    remedy: str
+Rows = np.ndarray[Any, Any]
+Kind = Literal["gradients", "validation", "checkpoint", "comparison", "parameters"]
+_KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4, "parameters": 5}
+_T = TypeVar("_T")
 
 
 class Ranks:
@@ -62,11 +51,73 @@ class Ranks:
         """
         if self.group is None:
             return [value]
-        self._native.meet(_KINDS[kind])
-        text = json.dumps(value).encode()
-        lengths = [length for (length,) in _gathered([len(text)], self.group)]
-        rows = _gathered([*text, *[0] * (max(lengths) - len(text))], self.group)
+        text, group = json.dumps(value).encode(), self.group
+
+        def exchange() -> tuple[list[int], list[list[int]]]:
+            lengths = [length for (length,) in _gathered([len(text)], group)]
+            return lengths, _gathered([*text, *[0] * (max(lengths) - len(text))], group)
+
+        lengths, rows = self.together(kind, exchange)
         return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+    def gather_rows(self, rows: Rows | None, kind: Kind) -> list[Rows]:
+        """Return the rows of all ranks, in their order; to be called on all of them.
+
+        Args:
+            rows: A NumPy array [rows, ...], as long as this rank likes; None: it has none, and does not know their
+                shape.
+            kind: What they meet for.
+
+        Raises:
+            RankError: As `gather` does.
+        """
+        if self.group is None:
+            return [] if rows is None else [rows]
+        about = self.gather(None if rows is None else [rows.dtype.str, rows.shape], kind)
+        known: Any = next((each for each in about if each is not None), ["f4", [0]])
+        empty = np.empty((0, *known[1][1:]), known[0])
+        templates = [empty if each is None else np.broadcast_to(np.empty((), each[0]), each[1]) for each in about]
+        mine = b"" if rows is None else rows.tobytes()
+        row = np.frombuffer(mine.ljust(max(each.nbytes for each in templates), b"\0"), np.uint8)
+        gather = partial(mx.distributed.all_gather, mx.array(row)[None], group=self.group)
+        theirs = np.array(self.together(kind, partial(_exchanged, gather)))
+        return [
+            bits[: each.nbytes].view(each.dtype).reshape(each.shape)
+            for bits, each in zip(theirs, templates, strict=True)
+        ]
+
+    def together(self, kind: Kind, exchange: Callable[[], _T]) -> _T:
+        """Meet the other ranks, then exchange arrays with them; to be called on all of them.
+
+        Args:
+            kind: What they meet for.
+            exchange: The exchange, in the same order on all ranks. It is watched, and its time counts, as that of an
+                update's.
+
+        Raises:
+            RankError: As `gather` does.
+        """
+        return self._native.meet(_KINDS[kind], exchange)
+
+    def sum(self, array: mx.array) -> mx.array:
+        """Return the sum of an array over the ranks, evaluated; to be called `together`.
+
+        Raises:
+            RankError: The others are gone.
+        """
+        return _exchanged(lambda: mx.distributed.all_sum(array, group=self.group))
+
+    def from_rank(self, array: mx.array, rank: int) -> mx.array:
+        """Return an array as a rank has it, to the bit; to be called `together`, with one shape and dtype.
+
+        Raises:
+            RankError: The others are gone.
+        """
+        if self.group is None or array.size == 0:
+            return array
+        # bytes: the sum with zeros is exact, and -0.0 and NaN stay what they are
+        bits = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        return self.sum(bits if self.rank == rank else mx.zeros_like(bits)).view(array.dtype).reshape(array.shape)
 
     def agree(self, wish: int) -> int:
         """Tell the others a number below 256 from the next meeting or update on.
@@ -81,28 +132,16 @@ class Ranks:
         with contextlib.suppress(RankError):
             self._native.fail()
 
-
-def check_ranks(model: nn.Module, optimizer: Any, options: Options, ranks: Ranks) -> None:
-    """Compare model, optimizer and options with those of the other ranks; to be called on all of them.
-
-    Raises:
-        RankError: Versions, parameters, optimizer or options differ, or the first values of a parameter or a state, to
-            the bit.
-    """
-    arrays = dict(_arrays(model, optimizer))
-    parts = _parts(model, optimizer, options, arrays)
-    theirs = ranks.gather([zlib.crc32(part.text.encode()) for part in parts], "comparison")
-    for index, part in enumerate(parts):
-        if others := _others(theirs, index):
-            raise _error(others, f"{part.name} differ from rank 0's; here they are {part.text}. {part.remedy}")
-    values = ranks.gather([_checksum(array) for array in arrays.values()], "comparison")
-    for index, name in enumerate(arrays):
-        if others := _others(values, index):
-            raise _error(
-                others,
-                f"the values of {name} differ from rank 0's. Make the model from one seed on all ranks "
-                "(mx.random.seed), or load the same weights, and the same state into the optimizer",
-            )
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the others of an error in the block, but for one that all ranks have."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException:
+            self.fail()
+            raise
 
 
 def mean_gradients(
@@ -113,15 +152,12 @@ def mean_gradients(
     Raises:
         RankError: Another rank has failed.
     """
-    try:
+    with ranks.told():
         value, gradients = compute()
         loss = value[0] if isinstance(value, tuple) else value
         weight = mx.array(value[1] if weighted else 1.0, mx.float32)
         mine: Any = mx.stack([weight, loss.astype(mx.float32) * weight]).tolist()
         mx.eval(gradients)
-    except BaseException:
-        ranks.fail()
-        raise
     total, losses = (sum(each) for each in zip(*ranks.gather(mine, "gradients"), strict=True))
     mean = mx.array(losses / total if total else float("nan"), loss.dtype)
     share = mine[0] * ranks.size / total if total else float("nan")
@@ -138,65 +174,30 @@ def end_hung_rank() -> NoReturn:
     os._exit(HUNG)
 
 
-def _parts(model: nn.Module, optimizer: Any, options: Options, arrays: dict[str, mx.array]) -> list[_Part]:
-    shapes = [f"{name} {_dtype(array)} {list(array.shape)}" for name, array in arrays.items()]
-    optimizer = optimizer.own if isinstance(optimizer, OwnOptimizer) else optimizer
-    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
-    chosen = {name: value for name, value in options.plain().items() if name not in _FREE}
-    kind = type(optimizer)
-    return [
-        _Part(
-            "the versions",
-            f"mlx {version('mlx')}, mlx-faststep {version('mlx-faststep')}",
-            "Install the same on all machines",
-        ),
-        _Part("the options", repr(chosen), "Give all ranks the same"),
-        _Part("the optimizers", f"{kind.__module__}.{kind.__qualname__} {numbers}", "Make it alike on all ranks"),
-        _Part(
-            "parameters and state",
-            f"{len(shapes)} arrays with the checksum {zlib.crc32(repr(shapes).encode()):08x}",
-            "Names, shapes, dtypes, and which parameters are frozen, are to be the same on all ranks, and so is "
-            "whether the optimizer has a state",
-        ),
-    ]
-
-
-def _arrays(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, mx.array]]:
-    parameters: Any = tree_flatten(model.trainable_parameters())
-    state: Any = tree_flatten(optimizer.attributes if isinstance(optimizer, OwnOptimizer) else optimizer.state)
-    yield from parameters
-    yield from ((f"optimizer.state.{name}", value) for name, value in state if isinstance(value, mx.array))
-
-
-def _dtype(array: mx.array) -> str:
-    return str(array.dtype).removeprefix("mlx.core.")
-
-
-def _checksum(array: mx.array) -> int:
-    """Return a number that other bits, or the same in another order, hardly have."""
-    bits = mx.contiguous(array).reshape(-1).view(_BITS[array.dtype.size]).astype(mx.uint32)
-    odd = 2 * mx.arange(bits.size, dtype=mx.uint32) + 1
-    total: Any = (bits * odd).sum().item()
-    return int(total)
-
-
 def _gathered(numbers: list[int], group: Group) -> list[list[int]]:
     """Return a row of numbers for each rank."""
     mine = mx.array(numbers, mx.uint32)
-    try:
-        rows: Any = mx.distributed.all_gather(mine, group=group).reshape(group.size(), -1).tolist()
-    except RuntimeError as error:
-        raise _error([], f"the other ranks are lost: {error}") from None
+    rows: Any = _exchanged(lambda: mx.distributed.all_gather(mine, group=group)).reshape(group.size(), -1).tolist()
     found: list[list[int]] = rows
     return found
 
 
-def _others(rows: list[list[int]], index: int) -> list[int]:
-    """Return the ranks that have another value than rank 0."""
-    return [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
+def _exchanged(exchange: Callable[[], mx.array]) -> mx.array:
+    """Return what MLX exchanges, evaluated.
+
+    Raises:
+        RankError: It cannot be done.
+    """
+    try:
+        found = exchange()
+        mx.eval(found)
+    except RuntimeError as error:
+        raise rank_error([], f"the other ranks are lost: {error}") from None
+    return found
 
 
-def _error(ranks: list[int], what: str) -> RankError:
+def rank_error(ranks: list[int], what: str) -> RankError:
+    """Make the error of ranks, which may be none that are known."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: " if ranks else ""
     error = RankError(f"{names}{what}")
     error.ranks = ranks

@@ -17,10 +17,11 @@ from faststep._step._attributes import Attributes
 from faststep._step._average import begin_showing, end_showing
 from faststep._step._memory_plan import MemoryPlan, memory_plan
 from faststep._step._misuse import explain, function, refuse_unknown
-from faststep._step._options import Nonfinite, Options, Replay, Transform, positive, whole_number
+from faststep._step._options import Nonfinite, Options, Replay, Sync, Transform, positive, whole_number
 from faststep._step._output import Stats, StepOutput
 from faststep._step._program import Program
 from faststep._step._ranks import Ranks, end_hung_rank, mean_gradients
+from faststep._step._shard import ShardedOptimizer
 from faststep._step._user_optimizer import as_optimizer
 from faststep._watch import Watchdog, hang_report
 
@@ -90,6 +91,9 @@ class Step(Generic[M, T]):
         clear_cache_every: int = 0,
         hang_timeout: float | None = None,
         group: mx.distributed.Group | None = None,
+        sync: Sync = "check",
+        check_ranks: int = 0,
+        shard_optimizer: bool = False,
         **unknown: NoReturn,
     ) -> None:
         """Make the step; nothing is traced before its first call.
@@ -152,6 +156,13 @@ class Step(Generic[M, T]):
                 so long then exits with code 5. None: never.
             group: The processes that train one model, each with its own batches: gradients are averaged over them
                 before each update (docs/distributed.md). None: this process alone (in MLX's functions None means all).
+            sync: Values of model and optimizer at the first call of a group: "check" that all ranks have the same, to
+                the bit, or "broadcast" rank 0's, frozen parameters and buffers too.
+            check_ranks: Compare the ranks, as `Step.check_ranks` does, after every so many updates, skipped ones
+                included; 0: at the first call only.
+            shard_optimizer: Each rank of the group updates a part of the parameters, whole ones, and has the optimizer
+                state of that part alone; then they exchange parameters. Not with a `MultiOptimizer`, an object of your
+                own, `ema_decay`, `sync="broadcast"`, nor `compute_dtype` for half-precision parameters.
             **unknown: Refused: there are no other options. The error names the option that may be meant.
 
         Raises:
@@ -160,10 +171,13 @@ class Step(Generic[M, T]):
         """
         refuse_unknown(unknown)
         options = Options.among(locals())
+        shards = shard_optimizer and group is not None and group.size() > 1
+        self._sharded = ShardedOptimizer(optimizer, options) if shards else None
         self.model, self.optimizer, self.loss_fn = model, optimizer, function(loss_fn)
         self._weighted = weighted
         self._program = Program(model, self._optimizer, options, group)
-        self._attributes = Attributes(self._optimizer)
+        self._program.sharded = self._sharded
+        self._attributes = Attributes(self.optimizer)
         self.accumulate = accumulate
         if cache_limit is not None:
             mx.set_cache_limit(whole_number("cache_limit", cache_limit, 0))
@@ -173,11 +187,33 @@ class Step(Generic[M, T]):
     @property
     def optimizer(self) -> Any:
         """The optimizer, or a stand-in for an object of your own. A new one is used from the next call on."""
-        return self._optimizer
+        return self._optimizer if self._sharded is None else self._sharded.optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        self._given, self._optimizer = optimizer, as_optimizer(optimizer)
+        if self._sharded is not None and optimizer is not self._sharded.optimizer:
+            raise ValueError("optimizer: expected the one of the step, whose state is shared out (shard_optimizer)")
+        self._given = optimizer if self._sharded is None else self._sharded
+        self._optimizer = as_optimizer(self._given)
+
+    @property
+    def has_whole_optimizer(self) -> bool:
+        """True where the optimizer shows its whole state: without `shard_optimizer`, or within `whole_optimizer`."""
+        return self._sharded is None or self._sharded.is_whole
+
+    @contextlib.contextmanager
+    def whole_optimizer(self) -> Iterator[None]:
+        """Show the whole state in the optimizer on rank 0, for a checkpoint, where `shard_optimizer` shares it out.
+
+        A `with` block, to be entered on all ranks; the trainer does so by itself.
+
+        Raises:
+            RankError: Another rank has failed, is gone, or is somewhere else.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._sharded is not None:
+                stack.enter_context(self._sharded.whole(self.model, self._program.ranks))
+            yield
 
     @property
     def accumulate(self) -> int:
@@ -225,12 +261,14 @@ class Step(Generic[M, T]):
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         if self._program.unchecked:
-            self._program.check_ranks(self.model, self._optimizer)
+            self._program.begin_ranks(self.model, self._optimizer)
         try:
             value, norm, skipped, update, mean = self._program.core.step(call, self._accumulate)
         except TypeError:
             explain(self.loss_fn, self.model, batch, named)
             raise
+        if update is not False:
+            self._program.updated(self.model, self._optimizer)
         loss, aux = (value[0], value[1 + self._weighted :]) if isinstance(value, tuple) else (value, ())
         weight = value[1] if self._weighted else None
         missed = False if skipped is None else skipped
@@ -249,7 +287,7 @@ class Step(Generic[M, T]):
             RuntimeError: As a step does.
             FloatingPointError: As a step does.
         """
-        return self._program.flush(self.model, self.optimizer)
+        return self._program.flush(self.model, self._optimizer)
 
     @property
     def options(self) -> Options:
@@ -393,7 +431,8 @@ class Step(Generic[M, T]):
     def check_ranks(self) -> None:
         """Compare model, optimizer and options with those of the other ranks of the `group`, to the bit.
 
-        The first step does so by itself. To be called on all ranks; each array is read once.
+        The first step does so by itself, and later ones every `check_ranks` updates. To be called on all ranks; each
+        array is read once.
 
         Raises:
             RankError: Something differs: what, and on which ranks.

@@ -125,6 +125,11 @@ def take(
     """
     if shows_average(step.model):
         raise CheckpointError("the model shows its average: expected a save after the `with step.average()` block")
+    if not step.has_whole_optimizer:
+        raise CheckpointError(
+            "the optimizer's state is shared out (shard_optimizer): expected a save in a `with step.whole_optimizer()` "
+            "block, which all ranks enter"
+        )
     kept, counts = split(step.state, "step")
     parameters, others = split(step.model.parameters(), "model")
     if others:

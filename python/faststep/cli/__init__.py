@@ -3,10 +3,11 @@
 Exit codes: 0 done; 1 the training failed in its course (the user's own code, a disk that is full), and has changed what
 it had reached; 2 something that was given is wrong (a config, a checkpoint, an option, the run's folder), and nothing
 was changed; 3 a check found a difference (`verify-resume`, `checkpoint verify`, `reproduce`); 4 the supervisor gave up;
-5 the training made no progress (`train.on_hang: exit`); 130 and 143 stopped by SIGINT and SIGTERM, with a checkpoint.
+5 the training made no progress (`train.on_hang: exit`); 6 the other ranks are gone; 130 and 143 stopped by SIGINT
+and SIGTERM, with a checkpoint.
 
 `_app` has the commands, a file for each group of them; `_status` what they share, `_saved` the config of a run,
-`_supervisor` restarts a training.
+`_supervisor` restarts a training, `_launch` starts the ranks of one by `_mlx_launch`.
 Uses `config`, `training`, `checkpoints`, `loggers`, `report`, `doctor`, `mlx_lm`, `_tune`, `_profile`, `_step`,
 `_native`, `_files`, `_records`, `_optional` and `_command`.
 """

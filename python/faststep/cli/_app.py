@@ -5,28 +5,36 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from faststep.cli import (
+    _check_ranks,
     _checkpoint,
     _doctor,
     _find_batch,
     _find_rate,
     _from_mlx_lm,
+    _launch,
     _new,
+    _plan_ranks,
     _profile,
     _runs,
     _train,
     _verify,
 )
-from faststep.cli._status import FAILED, WRONG, Exit
+from faststep.cli._status import FAILED, LOST, WRONG, Exit
 
+if TYPE_CHECKING:
+    from faststep._step import RankError
+
+_WAIT = 2.0  # seconds, for the rank that has failed: `mlx.launch` ends it as soon as another one has ended
 app = typer.Typer(
     name="faststep",
     help="Train MLX models: a config in, checkpoints that resume exactly, logs and reports out.",
@@ -40,6 +48,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "from-mlx-lm": _from_mlx_lm.from_mlx_lm,
     "train": _train.train,
     "resume": _train.resume,
+    "launch": _launch.launch,
     "eval": _train.evaluate,
     "predict": _train.predict,
     "report": _runs.report,
@@ -52,11 +61,13 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "find-rate": _find_rate.find_rate,
     "find-batch": _find_batch.find_batch,
     "profile": _profile.profile,
+    "plan-ranks": _plan_ranks.plan_ranks,
     "schema": _runs.schema,
     "version": _runs.version,
 }
 for name, command in _COMMANDS.items():
     app.command(name, short_help=(inspect.getdoc(command) or "").partition("\n")[0])(command)  # or it would be cut
+app.command("check-ranks", hidden=True)(_check_ranks.check_ranks)  # for `launch --check`
 app.add_typer(_checkpoint.app, name="checkpoint")
 
 
@@ -87,7 +98,9 @@ def main() -> None:
             raise
         if (cause := error.__cause__) is not None and _is_of_users(error, status) and not _says_all(cause):
             traceback.print_exception(type(cause), cause, _users(cause))
-        print(f"faststep: {error}", file=sys.stderr)
+        print(f"faststep: {error}", file=sys.stderr, flush=True)
+        if _of_ranks(error) is not None:
+            time.sleep(_WAIT)
         raise SystemExit(status) from None
 
 
@@ -112,6 +125,8 @@ def _status(error: Exception) -> int | None:
     wrong = (ConfigError, CheckpointError, LogError, RunError)
     if isinstance(error, Exit):
         return error.status
+    if (of_ranks := _of_ranks(error)) is not None:
+        return FAILED if of_ranks.ranks else LOST
     if isinstance(error, TrainingError):
         return FAILED
     return WRONG if isinstance(error, wrong) else None
@@ -122,6 +137,15 @@ def _is_of_users(error: Exception, status: int) -> bool:
     from faststep.config import CodeError
 
     return status == FAILED or isinstance(error, CodeError)
+
+
+def _of_ranks(error: Exception) -> RankError | None:
+    """Return the error of other ranks that this one is, or is due to."""
+    from faststep._step import RankError
+    from faststep.training import TrainingError
+
+    cause = error.__cause__ if isinstance(error, TrainingError) else error
+    return cause if isinstance(cause, RankError) else None
 
 
 def _says_all(cause: BaseException) -> bool:

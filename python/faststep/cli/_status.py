@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 DONE, FAILED, WRONG, DIFFERS, GAVE_UP = range(5)  # and `faststep._command.HUNG`
+LOST = 6  # the other ranks are gone
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file.", show_default=False)]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of the run.", show_default=False)]

@@ -19,8 +19,9 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from faststep._command import HUNG
+from faststep.cli._mlx_launch import SSH_LOST, Launch, first_to_end
 from faststep.cli._saved import config_of
-from faststep.cli._status import GAVE_UP
+from faststep.cli._status import GAVE_UP, LOST
 
 if TYPE_CHECKING:
     from faststep.config import Config
@@ -37,54 +38,73 @@ _FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, sign
 EXIT_ON_HANG = "--exit-on-hang"  # of the commands that train: a training that hangs is started again
 SUSPECT_SECONDS = 60.0  # before a memory fault, in which checkpoints may have been spoilt
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS)
+_BY_SIGNAL = 128  # exit codes above are those of a shell for signals
 
 
 @dataclass(frozen=True)
 class Death:
-    """The end of a training process.
+    """The end of a training process, or of the first of several ranks to end.
 
     Attributes:
         code: Its exit code; minus the number of the signal that killed it.
         memory: Why it is sure that memory ran out; None where there is no evidence for that.
+        rank: The rank that it is of; None without ranks.
     """
 
     code: int
-    memory: str | None
+    memory: str | None = None
+    rank: int | None = None
 
     @property
     def by_itself(self) -> bool:
         """True if it ended by its own decision, and would end the same way again."""
-        return self.code >= 0 and self.memory is None and self.code != HUNG
+        return self.code >= 0 and self.memory is None and self.code not in (HUNG, LOST, SSH_LOST)
 
     def __str__(self) -> str:
+        if self.rank is not None:
+            return f"rank {self.rank}, {Death(self.code, self.memory)}"
         if self.code == HUNG:
             return "it made no progress, and ended itself"
+        if self.code in (LOST, SSH_LOST):
+            return "the others were lost" if self.code == LOST else "its host was lost"
         how = f"exit code {self.code}" if self.code >= 0 else f"signal {signal.Signals(-self.code).name}"
         return f"{how} ({self.memory})" if self.memory else how
 
 
-def supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str]) -> int:
+def run(command: list[str], ranks: Launch) -> int:
+    """Run a command of several ranks once; return the exit code."""
+    death = _watch(command, ranks)
+    if death.code and death.rank is not None:
+        _say(f"the training has ended: {death}")
+    return death.code if death.code >= 0 else _BY_SIGNAL - death.code
+
+
+def supervise(
+    command: list[str], load: Callable[[list[str]], Config], overrides: list[str], ranks: Launch | None = None
+) -> int:
     """Train until the end: restart a training that died from its newest valid checkpoint.
 
     A training that ends by itself, well or with an error of its own, is not started again; one that makes no progress
     for `train.hang_timeout` ends itself, and is. One that ran out of memory, on evidence only, goes on with half the
     batch size and twice the accumulation. Where it died of a memory fault, the checkpoints of its last minute are set
-    aside: what they hold may have been written over before.
+    aside: what they hold may have been written over before. Ranks that die twice in a row without a new checkpoint go
+    on as fewer, with as many times the accumulation, where they may.
 
     Args:
         command: The command that begins it: `train CONFIG`, or `resume RUN`.
         load: Loads its config, with overrides.
         overrides: Keys that are set on top of the config.
+        ranks: The ranks that run it; None: one process.
 
     Returns:
         The exit code: that of the training, or `GAVE_UP`.
     """
     run = Path(load(overrides).run)
     deaths, reached = 0, newest(run)
-    smaller: list[str] = []  # keys that are set because memory ran out
+    changes: dict[str, int] = {}  # keys that are set because memory ran out, or because there are fewer ranks
     while True:
         began, size = time.time(), _log_size(run)
-        death = _watch([sys.executable, "-m", "faststep", *command, EXIT_ON_HANG, *_set([*overrides, *smaller])])
+        death = _watch([*command, EXIT_ON_HANG, *set_([*overrides, *_pairs(changes)])], ranks)
         if death.by_itself:
             return death.code
         if _log_size(run) > size:  # it had begun: its config is saved, and its checkpoints are the newest ones
@@ -97,13 +117,19 @@ def supervise(command: list[str], load: Callable[[list[str]], Config], overrides
         if deaths >= MOST_DEATHS:
             _say(f"giving up: {deaths} deaths in a row without a new checkpoint, the last by {death}")
             return GAVE_UP
+        fewer = None if ranks is None or deaths < MOST_DEATHS - 1 else ranks.without(death.rank or 0)
+        if fewer is not None:
+            ranks, parts = fewer
+            changes["step.accumulate"] = parts * load([*overrides, *_pairs(changes)]).step.accumulate
+            deaths = 0
+            _say(f"going on with {ranks} and step.accumulate={changes['step.accumulate']}")
         if death.memory is not None:
-            halved = _halved(load([*overrides, *smaller]))
+            halved = _halved(load([*overrides, *_pairs(changes)]))
             if halved is None:
                 _say("giving up: memory ran out with a batch size that cannot be halved")
                 return GAVE_UP
-            smaller = halved
-            _say(f"going on with {' and '.join(smaller)}")
+            changes |= halved
+            _say(f"going on with {' and '.join(_pairs(halved))}")
         _say(f"restarting (death {deaths} of at most {MOST_DEATHS} without a new checkpoint)")
 
 
@@ -130,24 +156,31 @@ def _pass_over(run: Path, since: float) -> None:
         )
 
 
-def _watch(command: list[str]) -> Death:
+def _watch(command: list[str], ranks: Launch | None) -> Death:
     """Run a training to its end; pass on signals, and its stderr while looking for an allocator's last words."""
     killed = _kills()
-    tail: collections.deque[str] = collections.deque(maxlen=50)
+    tail: collections.deque[str] = collections.deque(maxlen=50 if ranks is None else 1000)
+    line = [sys.executable, "-m", "faststep", *command] if ranks is None else ranks.line(command)
+    stdin = None if ranks is None else subprocess.PIPE  # `mlx.launch` reads it without rest where it has ended
     # in a session of its own: a terminal's Ctrl-C goes to the supervisor alone, which passes each signal on once
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+    process = subprocess.Popen(
+        line, stdin=stdin, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
     assert process.stderr is not None
     reader = threading.Thread(target=_copy, args=(process.stderr, tail))
     reader.start()
-    with _passing_on(process):
+    with _passing_on(process, ranks) as asked:
         code = process.wait()
     reader.join()
+    rank, code = (None, code) if ranks is None else first_to_end(tail)
+    if asked and (code < 0 or code == HUNG or code > _BY_SIGNAL):
+        return Death(_BY_SIGNAL + asked[0])
     said = next((line.strip() for line in reversed(tail) if OUT_OF_MEMORY.search(line)), None)
     if code != 0 and said is not None:
-        return Death(code, f"it said: {said}")
+        return Death(code, f"it said: {said}", rank)
     if code == -signal.SIGKILL and _kills() > killed:
-        return Death(code, "the kernel's count of processes killed for memory has grown")
-    return Death(code, None)
+        return Death(code, "the kernel's count of processes killed for memory has grown", rank)
+    return Death(code, None, rank)
 
 
 def _copy(source: IO[str], tail: collections.deque[str]) -> None:
@@ -158,14 +191,24 @@ def _copy(source: IO[str], tail: collections.deque[str]) -> None:
 
 
 @contextlib.contextmanager
-def _passing_on(process: subprocess.Popen[str]) -> Iterator[None]:
+def _passing_on(process: subprocess.Popen[str], ranks: Launch | None) -> Iterator[list[int]]:
+    """Pass signals on in the block, and list those that ask for the end."""
+    asked: list[int] = []
+
+    def give(number: int) -> None:
+        if ranks is None:
+            process.send_signal(number)
+        else:
+            ranks.send(number, process)
+
     def send(number: int, frame: FrameType | None) -> None:
-        process.send_signal(_FORWARDED[signal.Signals(number)])
+        asked.append(_FORWARDED[signal.Signals(number)])
+        give(asked[-1])
 
     def pause(number: int, frame: FrameType | None) -> None:
-        process.send_signal(signal.SIGSTOP)
+        give(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # goes on here behind SIGCONT
-        process.send_signal(signal.SIGCONT)
+        give(signal.SIGCONT)
 
     wanted = {each: send for each in _FORWARDED} | {signal.SIGTSTP: pause}
     before = {each: signal.getsignal(each) for each in wanted}
@@ -173,7 +216,7 @@ def _passing_on(process: subprocess.Popen[str]) -> Iterator[None]:
     try:
         for each in heard:
             signal.signal(each, wanted[each])
-        yield
+        yield asked
     finally:
         for each in heard:
             signal.signal(each, before[each])
@@ -201,14 +244,19 @@ def newest(run: Path) -> int:
     return max((each.number for each in Checkpoints(folder).list() if each.problem is None), default=-1)
 
 
-def _halved(config: Config) -> list[str] | None:
+def _halved(config: Config) -> dict[str, int] | None:
     size = config.data.batch_size
     if size < 2 or size % 2:
         return None
-    return [f"data.batch_size={size // 2}", f"step.accumulate={2 * config.step.accumulate}"]
+    return {"data.batch_size": size // 2, "step.accumulate": 2 * config.step.accumulate}
 
 
-def _set(overrides: list[str]) -> list[str]:
+def _pairs(changes: dict[str, int]) -> list[str]:
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
+def set_(overrides: list[str]) -> list[str]:
+    """Return the words of a command line that set keys of a config."""
     return [word for each in overrides for word in ("--set", each)]
 
 

@@ -113,7 +113,8 @@ def evaluate(
     chosen.restore(built.step)
     loss, batches, metrics = validate(built.step, built.validation)
     values = ", ".join(f"{name} {value:.6f}" for name, value in {"loss": loss, **metrics}.items())
-    typer.echo(f"step {chosen.number}: {values} over {batches} batches")
+    if built.step.ranks.rank == 0:
+        typer.echo(f"step {chosen.number}: {values} over {batches} batches")
 
 
 def predict(
@@ -149,7 +150,10 @@ def predict(
 
 def _supervise(command: list[str], load: Callable[[list[str]], Config], overrides: list[str] | None) -> None:
     if "MLX_RANK" in os.environ:
-        raise Exit("--supervise: expected one process, got a rank of several: they end and start together")
+        raise Exit(
+            "--supervise: expected one process, got a rank of several, which end and start together: "
+            "`faststep launch --supervise` starts them all again"
+        )
     from faststep.cli._supervisor import supervise
 
     raise SystemExit(supervise(command, load, overrides or []))
@@ -161,7 +165,7 @@ def _train(config: Config, start: Resume, exit_on_hang: bool) -> None:
         trainer.on_hang = "exit"
     with StackDump(trainer.hang_timeout), _named(config):
         result = trainer.train(start)
-    if result.reason == "signal":
+    if result.reason == "signal" and trainer.ranks.rank == 0:  # the last to leave; `mlx.launch` ends those behind it
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
 
 

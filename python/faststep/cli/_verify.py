@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
 import shutil
 import signal
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from faststep.cli._mlx_launch import LOCAL, Launch, first_to_end
 from faststep.cli._status import DIFFERS, FAILED, ConfigFile, Exit, Overrides
 
 if TYPE_CHECKING:
@@ -33,11 +35,14 @@ def verify_resume(
     steps: Annotated[int, typer.Option(help="How many steps to train.", min=2)] = 40,
     seed: Annotated[int, typer.Option(help="Random seed for the moments of the kills.")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep both runs in this folder.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="In so many processes, of which one is killed each time.")] = 1,
+    port: Annotated[int | None, typer.Option("--starting-port", "-p", help="The first port of the ring.")] = None,
 ) -> None:
     """Prove that a training resumes exactly: run it twice, kill the second one (SIGKILL) at random, and compare.
 
     Weights, optimizer state, random states and the place in the data have to be the same to the bit. Exit code 3 if
-    they are not. Kernels of a GPU may add in another order from run to run: `--kills 0` shows if yours do.
+    they are not. Kernels of a GPU may add in another order from run to run: `--kills 0` shows if yours do. With
+    --ranks it is `mlx.launch` on this machine, one rank is killed, and the others have to end by themselves.
     """
     from faststep.config import load
 
@@ -49,12 +54,14 @@ def verify_resume(
         raise Exit(f"{keep}: expected an empty folder, found files in it")
     try:
         whole, killed = _begin(loaded, folder / "whole"), _begin(loaded, folder / "killed")
+        ports = () if port is None else ("--starting-port", str(port))
+        launch = None if ranks == 1 else Launch((LOCAL,), ranks, ports)
         typer.echo(f"{steps} steps without a stop ...")
-        _finish(whole)
+        _finish(whole, launch)
         seconds = _seconds(whole)
         typer.echo(f"  {seconds:.1f} s after the first one\nthe same, killed {kills} times ...")
-        dead = _kill(killed, kills, seconds, random.Random(seed))
-        _finish(killed)
+        dead = _kill(killed, kills, seconds, random.Random(seed), launch)
+        _finish(killed, launch)
         _compare(whole, killed)
         if kills and not dead:
             raise Exit("nothing is proved: the training had ended before each kill; use more --steps", FAILED)
@@ -72,17 +79,48 @@ def _begin(config: Config, run: Path) -> Path:
     return save(config.model_copy(update={"run": str(run)}))
 
 
-def _command(run: Path) -> list[str]:
-    return [sys.executable, "-m", "faststep", "resume", str(run)]
+class _Training:
+    """A process that goes on with a run, or several, of which all end with the first."""
+
+    def __init__(self, run: Path, launch: Launch | None) -> None:
+        command = ["resume", str(run)]
+        self._launch, self._said = launch, tempfile.TemporaryFile("w+")
+        line = [sys.executable, "-m", "faststep", *command] if launch is None else launch.line(command)
+        stdin = None if launch is None else subprocess.PIPE
+        self._process = subprocess.Popen(line, stdin=stdin, stdout=subprocess.DEVNULL, stderr=self._said)
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, seconds: float | None = None) -> tuple[int, str]:
+        """Return the exit code, and what was said on stderr."""
+        code = self._process.wait(seconds)
+        self._said.seek(0)
+        said = self._said.read()
+        return (code if self._launch is None else first_to_end(said.splitlines())[1]), said
+
+    def kill(self, rng: random.Random) -> None:
+        """Kill the process, or any of the ranks."""
+        ranks = [self._process.pid] if self._launch is None else _children(self._process.pid)
+        if ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(ranks), signal.SIGKILL)
 
 
-def _finish(run: Path) -> None:
-    done = subprocess.run(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Exit(f"the training failed with exit code {done.returncode}:\n{done.stderr[-3000:]}", FAILED)
+def _children(parent: int) -> list[int]:
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    return [pid for pid, above in pairs if above == parent]
 
 
-def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> int:
+def _finish(run: Path, launch: Launch | None) -> None:
+    code, said = _Training(run, launch).wait()
+    if code:
+        raise Exit(f"the training failed with exit code {code}:\n{said[-3000:]}", FAILED)
+
+
+def _kill(run: Path, kills: int, seconds: float, rng: random.Random, launch: Launch | None) -> int:
     """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint.
 
     Returns:
@@ -91,18 +129,19 @@ def _kill(run: Path, kills: int, seconds: float, rng: random.Random) -> int:
     dead = 0
     for number in range(1, kills + 1):
         before = _steps(run)
-        process = subprocess.Popen(_command(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and _steps(run) == before:
+        training = _Training(run, launch)
+        while not training.is_over and _steps(run) == before:
             time.sleep(0.01)
         what = "killed"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=rng.uniform(0.0, 1.0) * seconds / kills)
+            training.wait(rng.uniform(0.0, 1.0) * seconds / kills)
         if number % 4 == 0:
             what = "killed while it wrote a checkpoint,"
-            while process.poll() is None and not any((run / "checkpoints").glob(".*.partial")):
+            while not training.is_over and not any((run / "checkpoints").glob(".*.partial")):
                 time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        killed = process.wait() == -signal.SIGKILL
+        if not training.is_over:
+            training.kill(rng)
+        killed = training.wait()[0] == -signal.SIGKILL
         dead += killed
         ended = what if killed else "it had ended"
         typer.echo(f"  {number} of {kills}: {ended} at step {_step(run)}, {_newest(run)}")

@@ -146,7 +146,8 @@ class Blame:
 
 def _group() -> mx.distributed.Group | None:
     """Return the processes that were started together, as `mlx.launch` does; None where this one is alone."""
-    return mx.distributed.init(strict=True) if "MLX_RANK" in os.environ else None
+    alone = "MLX_HOSTFILE" in os.environ and not File(os.environ["MLX_HOSTFILE"]).read_text().strip()  # `-n 1`
+    return mx.distributed.init(strict=True) if "MLX_RANK" in os.environ and not alone else None
 
 
 def _seed(seed: int) -> None:

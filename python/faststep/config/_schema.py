@@ -135,6 +135,7 @@ class Step(_Options):
     max_loss: float | None = 1e6
     accumulate: Positive = 1
     cache_limit: Count | None = None
+    shard_optimizer: bool = False
     gradient_checkpointing: Patterns = []
 
 

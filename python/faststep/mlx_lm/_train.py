@@ -34,7 +34,8 @@ def train(
 
     With one batch for each update the numbers are the same. Otherwise they are not, on purpose: batches are averaged by
     the tokens that their losses are means over, the last window is applied when it is not full, and a batch whose loss
-    is NaN, infinite or above 1e6 is skipped. The reported loss is averaged by tokens too.
+    is NaN, infinite or above 1e6 is skipped. The reported loss is averaged by tokens too. Under `mlx.launch` all
+    processes train one model: what is averaged is averaged over the tokens of all ranks, not over the ranks.
 
     Example:
         >>> from faststep.mlx_lm import train              # in place of mlx_lm.tuner.trainer.train
@@ -54,11 +55,10 @@ def train(
 
     Raises:
         ImportError: mlx-lm is not installed.
-        ValueError: `grad_accumulation_steps` is not positive, or there are several ranks (`mx.distributed`).
+        ValueError: `grad_accumulation_steps` is not positive.
+        RankError: Another rank has failed, is gone, or has another model.
     """
     trainer = need("mlx_lm.tuner.trainer", EXTRA)
-    if mx.distributed.init().size() > 1:
-        raise ValueError("expected one process, got several ranks (mx.distributed): take mlx_lm.tuner.trainer.train")
     return _Training(trainer, model, optimizer, args or trainer.TrainingArgs(), loss, iterate_batches)(
         train_dataset, val_dataset, training_callback or trainer.TrainingCallback()
     )
@@ -78,13 +78,17 @@ class _Training:
             blocks = {id(each) for each in model.layers}
             checkpoint_gradients(model, [name for name, each in model.named_modules() if id(each) in blocks])
         accumulate = args.grad_accumulation_steps
-        self.step = Step(model, optimizer, self.loss, weighted=True, accumulate=accumulate, max_loss=MAX_LOSS)
+        group = mx.distributed.init()
+        self.step = Step(
+            model, optimizer, self.loss, weighted=True, accumulate=accumulate, max_loss=MAX_LOSS, group=group
+        )
         self.tokens = 0  # trained on so far
 
     def __call__(self, data: Any, validation: Any, callback: Any) -> Step:
         """Train."""
         args = self.args
         options = {"batch_size": args.batch_size, "max_seq_length": args.max_seq_length, "loop": True}
+        options |= {"comm_group": self.step.ranks.group} if self.step.ranks.size > 1 else {}
         outputs: list[Any] = []
         self.model.train()
         start = time.perf_counter()
@@ -117,7 +121,7 @@ class _Training:
         )
         self.model.train()
         seconds = time.perf_counter() - start
-        print(f"Iter {number}: Val loss {found:.3f}, Val took {seconds:.3f}s", flush=True)
+        self._print(f"Iter {number}: Val loss {found:.3f}, Val took {seconds:.3f}s")
         callback.on_val_loss_report({"iteration": number - 1, "val_loss": found, "val_time": seconds})
         return seconds
 
@@ -125,8 +129,9 @@ class _Training:
         """Print and report what mlx-lm reports; it waits for the steps."""
         good = [each for each in outputs if not bool(each.skipped)]
         tokens = [float(each.weight) for each in good]
-        total = sum(tokens)
-        mean = sum(float(each.loss) * count for each, count in zip(good, tokens, strict=True)) / total if total else 0.0
+        mine = sum(float(each.local_loss) * count for each, count in zip(good, tokens, strict=True)), sum(tokens)
+        losses, total = map(sum, zip(*self.step.ranks.gather(mine, "comparison"), strict=True))
+        mean = losses / total if total else 0.0
         seconds = time.perf_counter() - start
         self.tokens += int(total)
         rate: Any = self.step.optimizer.learning_rate
@@ -140,16 +145,21 @@ class _Training:
             "peak_memory": mx.get_peak_memory() / 1e9,
         }
         skipped = f", {len(outputs) - len(good)} batches skipped" if len(good) < len(outputs) else ""
-        print(
+        self._print(
             f"Iter {number}: Train loss {report['train_loss']:.3f}, Learning Rate {report['learning_rate']:.3e}, "
             f"It/sec {report['iterations_per_second']:.3f}, Tokens/sec {report['tokens_per_second']:.3f}, "
-            f"Trained Tokens {self.tokens}, Peak mem {report['peak_memory']:.3f} GB{skipped}",
-            flush=True,
+            f"Trained Tokens {self.tokens}, Peak mem {report['peak_memory']:.3f} GB{skipped}"
         )
         callback.on_train_loss_report(report)
 
+    def _print(self, line: str) -> None:
+        if self.step.ranks.rank == 0:
+            print(line, flush=True)
+
     def _save(self, beside: Path | None = None) -> None:
         """Save what trains, as mlx-lm does."""
+        if self.step.ranks.rank > 0:
+            return
         weights = dict(tree_flatten(self.model.trainable_parameters()))
         for file in filter(None, [Path(self.args.adapter_file), beside]):
             mx.save_safetensors(str(file), weights)

@@ -4,8 +4,8 @@
 that are skipped; `_run_log`, `_interval`, `_clock` and `_update_ratio` the records; `_rates` learning rates across a
 resume, `_made_of` what else is another then, `_plateau` a rate that is lowered, `_find_rate` a search for one; `_trial`
 short runs that try a training out; `_monitor` the best; `_heartbeat` what is waited for; `_predict` outputs, `_samples`
-text. Uses `_step`, `_native`, `_watch`, `_records`, `_files`, `_random`, `_command`, `metrics`, `data`, `checkpoints`
-and `loggers`.
+text; `_plan_ranks` a calculation for many devices. Uses `_step`, `_native`, `_watch`, `_records`, `_files`, `_random`,
+`_command`, `metrics`, `data`, `checkpoints` and `loggers`.
 """
 
 from faststep.training._bad_batches import Reproduction, reproduce
@@ -14,6 +14,7 @@ from faststep.training._errors import RunError, TrainingError
 from faststep.training._find_rate import FoundRate, find_rate
 from faststep.training._gradient_norms import GradientNorms
 from faststep.training._loop import Resume
+from faststep.training._plan_ranks import RanksPlan, plan_ranks
 from faststep.training._plateau import ReduceOnPlateau
 from faststep.training._predict import predict
 from faststep.training._result import Result
@@ -26,6 +27,7 @@ __all__ = [
     "Evaluation",
     "FoundRate",
     "GradientNorms",
+    "RanksPlan",
     "ReduceOnPlateau",
     "Reproduction",
     "Result",
@@ -36,6 +38,7 @@ __all__ = [
     "TrainingError",
     "bundle_config",
     "find_rate",
+    "plan_ranks",
     "predict",
     "reproduce",
     "validate",

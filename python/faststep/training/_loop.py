@@ -370,8 +370,9 @@ class Loop:
             numbers |= {"made": self._made}
             about: dict[str, Any] = {"numbers": numbers, "metric": metric, "healthy": not self._is_sick(metric)}
             path = self.checkpoints.folder
-            if self.ranks.rank == 0:
-                path = self.checkpoints.save(self.step, self.loader, number=progress.number, **about)
+            with self.step.whole_optimizer():
+                if self.ranks.rank == 0:
+                    path = self.checkpoints.save(self.step, self.loader, number=progress.number, **about)
             pause = time.perf_counter() - began
         self._saved = progress.number
         self._logs.write("checkpoint", {"path": str(path), "pause": pause, "metric": metric})

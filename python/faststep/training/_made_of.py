@@ -11,7 +11,14 @@ from typing import Any
 from faststep._step import Step
 from faststep.training import _rates
 
-_SAME_NUMBERS = ("replay", "in_flight", "max_traces", "clear_cache_every")  # options that change no number
+_SAME_NUMBERS = (
+    "replay",
+    "in_flight",
+    "max_traces",
+    "clear_cache_every",
+    "sync",
+    "check_ranks",
+)  # options that change no number
 _PLAIN = (bool, int, float, str)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from faststep._random import mlx_seed
 from faststep._records import number
@@ -62,6 +63,9 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Eva
     as if nothing had happened. A batch counts by its weight where the loss has one (`weighted=True`), otherwise by the
     length of its first array. The metrics are the scalars in the dicts that the loss function returns beside the loss.
 
+    With a step that has a `group`, and a `Loader` that is shared by its ranks, these are of the batches of all ranks,
+    all of which have to call this.
+
     Args:
         step: The step, whose model and loss function are taken.
         batches: The batches.
@@ -71,7 +75,8 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Eva
         The means, and the number of batches.
     """
     with _ids.guarded(), evaluating(step):
-        return evaluate(step, batches, most)
+        is_shared = getattr(batches, "world_size", 1) > 1
+        return evaluate(step, batches, most, ranks=step.ranks if is_shared else None)
 
 
 def evaluate(
@@ -84,14 +89,8 @@ def evaluate(
     """Compute the means of some batches with the model as it is, and call `on_batch` after each; see `validate`.
 
     With `ranks`, over the batches that all of them have.
-
-    Raises:
-        ValueError: There are several ranks, and a metric of all predictions: each rank has its own alone.
     """
     average, predictions, count = Average(), Predictions(step.loss_fn), 0
-    if predictions.metrics and ranks is not None and ranks.group is not None:
-        names = ", ".join(predictions.metrics)
-        raise ValueError(f"metrics ({names}): expected means over batches where there are ranks, got all predictions")
     unread: deque[tuple[dict[str, Any], Any, dict[str, Any]]] = deque()
     start = getattr(batches, "state", None)
     try:
@@ -112,8 +111,27 @@ def evaluate(
         for sums, _ in parts:
             average.join(Average(sums))
     loss, metrics = average.read()
-    metrics |= of_loss(step.loss_fn, loss) | predictions.read()
+    metrics |= of_loss(step.loss_fn, loss) | (predictions.read() if ranks is None else _of_all(predictions, ranks))
     return Evaluation(float("nan") if loss is None else loss, count, metrics)
+
+
+def _of_all(predictions: Predictions, ranks: Ranks) -> dict[str, float]:
+    """Return the metrics of the predictions of all ranks, in the order of one process: by batch, then by rank."""
+    if ranks.group is None or not predictions.metrics:
+        return predictions.read()
+    for name, parts in predictions.parts.items():
+        mine: list[Any] = [np.concatenate(column) for column in zip(*parts, strict=True)] or [None, None]
+        lengths = ranks.gather([len(labels) for labels, _ in parts], "validation")
+        columns = [
+            [np.split(rows, np.cumsum(each)[:-1]) for rows, each in zip(theirs, lengths, strict=True)]
+            for theirs in (ranks.gather_rows(column, "validation") for column in mine)
+        ]
+        order = sorted((batch, rank) for rank, each in enumerate(lengths) for batch in range(len(each)))
+        predictions.parts[name] = [(columns[0][rank][batch], columns[1][rank][batch]) for batch, rank in order]
+    with ranks.told():
+        found = predictions.read() if ranks.rank == 0 else {}
+    values: dict[str, float] = ranks.gather(found, "validation")[0]
+    return values
 
 
 def _called(step: Step, batch: Any, gathers: bool) -> tuple[dict[str, Any], Any, dict[str, Any]]:

@@ -35,6 +35,7 @@ use std::{
     mem::take,
     rc::Rc,
     sync::Arc,
+    time::Instant,
 };
 
 use faststep::{
@@ -299,9 +300,25 @@ impl Step {
 
     /// Meet the other ranks of the group for something that is no update: 1 gradients, 2 a validation, 3 a checkpoint, 4 a
     /// comparison of them.
-    fn meet(&self, py: Python<'_>, kind: u8) -> PyResult<()> {
-        self.with_ranks((), |ranks, update| {
-            ranks.meet(kind, update, &mut Waiting(py))
+    /// `exchange` is called then: what it waits for counts as an exchange.
+    fn meet<'py>(
+        &self,
+        py: Python<'py>,
+        kind: u8,
+        exchange: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.open(|inner, shared| {
+            let update = inner.updates + 1;
+            let Some(ranks) = inner.ranks.as_mut() else {
+                return exchange.call0();
+            };
+            shared.clock.enter(Stage::Collective);
+            let met = ranks.meet(kind, update, &mut Waiting(py));
+            met.map_err(|error| to_python(&error))?;
+            let began = Instant::now();
+            let found = exchange.call0();
+            ranks.add_seconds(began.elapsed().as_secs_f64());
+            found
         })
     }
 

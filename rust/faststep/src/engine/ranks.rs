@@ -27,12 +27,13 @@ use crate::{
 /// The numbers of a row.
 const ROW: usize = 8;
 /// What ranks may meet for, by number: an update first.
-const KINDS: [&str; 5] = [
+const KINDS: [&str; 6] = [
     "an update",
     "gradients",
     "a validation",
     "a checkpoint",
     "a comparison of all ranks",
+    "an exchange of parameters",
 ];
 /// Hashes and counts within a row are whole numbers below this, which float32 has exactly.
 const EXACT: u64 = 1 << 24;
@@ -161,6 +162,11 @@ impl Ranks {
     #[must_use]
     pub fn seconds(&self) -> f64 {
         self.seconds
+    }
+
+    /// Count seconds of another exchange.
+    pub fn add_seconds(&mut self, seconds: f64) {
+        self.seconds += seconds;
     }
 
     /// Give a number to the others from the next round on.
