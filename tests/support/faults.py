@@ -318,7 +318,7 @@ batches = [(mx.array(wave.astype(np.float32)), batch[1]) for wave, batch in zip(
     "updates that bfloat16 rounds away": Fault(
         "model.set_dtype(mx.bfloat16); optimizer = optim.SGD(1e-6)",
         "rounds-away",
-        ("updates round away", "layers.0"),
+        ("updates are rounded away", "layers.0"),
         "compute_dtype=mx.bfloat16",
         "data forward numbers",
     ),

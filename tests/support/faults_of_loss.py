@@ -213,7 +213,7 @@ def forever():
 batches_before, batches = batches, forever()
 """,
         "same-batch",
-        ("the data stand still",),
+        ("the data never change",),
         "not advanced",
         "data numbers",
     ),

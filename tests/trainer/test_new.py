@@ -84,6 +84,6 @@ def test_a_place_that_cannot_be_is_told(tmp_path: Path) -> None:
 
 def test_its_help_is_complete() -> None:
     text = " ".join(faststep("new", "--help").stdout.split())
-    for part in ("DIR", "The folder, new or empty", "config, model, loss, data and a test", "left alone"):
+    for part in ("DIR", "The folder, new or empty", "config, model, loss, data, a loop and a test", "left alone"):
         assert part in text
-    assert "Write a project to begin with" in faststep("--help").stdout
+    assert "Write a project to start from" in faststep("--help").stdout

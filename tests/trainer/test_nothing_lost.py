@@ -57,12 +57,12 @@ def test_a_refused_change_leaves_the_run_as_it_was(config: Path, tmp_path: Path)
                 file.write(line)
         changed = set_(train__steps=9, logs__csv=True)
         for command in (["resume", run], ["resume", run, "--supervise"]):
-            refused(*command, *changed, message=f"process {os.getpid()} is at it", folder=run)
+            refused(*command, *changed, message=f"process {os.getpid()} trains in it", folder=run)
     begun = tmp_path / "begun"
     with locked(begun):
         (begun / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
         changed += set_(run=str(begun))
-        refused("train", config, *changed, message=f"process {os.getpid()} is at it", folder=begun)
+        refused("train", config, *changed, message=f"process {os.getpid()} trains in it", folder=begun)
     faststep("resume", run, *set_(train__steps=8))
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == 8
     assert [each.number for each in Checkpoints(run / "checkpoints").list()][-1] == 8

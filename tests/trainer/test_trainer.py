@@ -337,7 +337,7 @@ def test_one_folder_is_for_one_training(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "in\n"
-        with pytest.raises(RuntimeError, match=f"process {other.pid} is at it"):
+        with pytest.raises(RuntimeError, match=f"process {other.pid} trains in it"):
             new_trainer(tmp_path, epochs=1).train()
         other.kill()
     assert new_trainer(tmp_path, epochs=1).train().reason == "done"
@@ -539,7 +539,7 @@ def test_a_learning_rate_that_was_set_anew_counts_behind_a_resume(tmp_path: Path
     assert train(1e-2, 5) == (pytest.approx(1e-2), [])
     rate, events = train(3e-3, 7)
     assert rate == pytest.approx(3e-3)
-    assert events == ["the learning rate goes on with 0.0030, which was set anew; it was 0.0100"]
+    assert events == ["the learning rate is 0.0030 from now on, as you set it; it was 0.0100"]
     assert train(3e-3, 9) == (pytest.approx(3e-3), events)
     _, events = train(optim.cosine_decay(1e-3, 20), 11)
     assert len(events) == 2

@@ -54,8 +54,8 @@ def train(
     run = Path(loaded.run)
     if (run / "checkpoints").is_dir() and Checkpoints(run / "checkpoints").list():
         raise Exit(
-            f"{run}: there are checkpoints of another training. `faststep resume {run}` goes on with it; "
-            f"`--set run=FOLDER` begins another one"
+            f"{run}: there are checkpoints of another training. `faststep resume {run}` continues it; "
+            f"`--set run=FOLDER` starts another one"
         )
     refuse(loaded, config)
     if supervise:

@@ -90,8 +90,10 @@ def _standing(contents: list[bytes], batches: Any) -> Finding | None:
     """Return the finding of data that give the same batch again and again."""
     if len(contents) < 3 or len(set(contents)) > 1 or not contents[0] or _length(batches) == 1:
         return None
-    text = f"the data stand still: all {len(contents)} batches that were read are equal"
-    remedy = "make each batch of other samples; look for an index that is not used, or a generator that is not advanced"
+    text = f"the data never change: all {len(contents)} batches that were read are equal"
+    remedy = (
+        "make each batch of different samples; look for an index that is not used, or a generator that is not advanced"
+    )
     return Finding("same-batch", "warning", text, remedy, "for i in order: yield x[i : i + size], y[i : i + size]")
 
 

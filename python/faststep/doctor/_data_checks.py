@@ -39,7 +39,7 @@ def _padding(subject: Subject) -> Finding | None:
     if efficiency >= 1 - _WASTE:
         return None
     text = f"{1 - efficiency:.0%} of {where} is padding"
-    remedy = "put samples of similar lengths together, or pack several into a row"
+    remedy = "batch samples of similar lengths together, or pack several into one row"
     level: Level = "warning" if efficiency < 1 - _MOST else "note"
     return Finding("padding", level, text, remedy, "Loader(..., collate=Pad(window=50))   # or collate=Pack(length)")
 

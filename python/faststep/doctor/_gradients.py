@@ -62,9 +62,7 @@ class Tracked:
             found.append(Finding("no-gradient", "warning", text, remedy, f"model.{_module(unused[0])}.freeze()"))
         if cut:
             level: Any = "failure" if len(cut) == len(named) else "warning"
-            text = (
-                f"no gradient comes to {_listed(cut)}, though the loss is computed with them: something cuts them off"
-            )
+            text = f"no gradient reaches {_listed(cut)}, though the loss is computed with them: something cuts them off"
             remedy = (
                 "look for mx.stop_gradient, an argmax, a comparison or a cast to integers between them and the loss"
             )
@@ -137,7 +135,9 @@ class Tracked:
         if rounded := sorted(name for name, each in self._unchanged.items() if each > 0.9):
             if self._steady():
                 share = min(self._unchanged[name] for name in rounded)
-                text = f"updates round away: at least {share:.0%} of the weights of {_listed(rounded)} stay as they are"
+                text = (
+                    f"updates are rounded away: at least {share:.0%} of the weights of {_listed(rounded)} do not change"
+                )
                 remedy = "keep float32 masters, or raise the learning rate"
                 code = "Step(model, optimizer, loss_fn, compute_dtype=mx.bfloat16)   # float32 masters"
                 found.append(Finding("rounds-away", "warning", text, remedy, code))
@@ -163,7 +163,7 @@ class Tracked:
         """Return what is to be said about the learning rate."""
         if len(self._rates) > 2 and not any(self._rates):
             text = f"the learning rate is 0 in all of {len(self._rates)} steps: nothing is learned"
-            remedy = "give one above zero; a schedule that begins at zero has to rise"
+            remedy = "give a rate above zero; a schedule that begins at zero has to rise"
             return [Finding("rate-zero", "failure", text, remedy, "optim.AdamW(learning_rate=1e-3)")]
         if len(self._rates) > 2 and not any(self._rates[-2:]):
             last = max(number for number, rate in enumerate(self._rates, 1) if rate)

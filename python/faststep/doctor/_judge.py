@@ -35,7 +35,7 @@ _LEAST_PROCESS = 30e3  # bytes a step of the process, whose memory comes in page
 _LEAST_WHOLE = 10e6  # bytes in all, of the process
 _SLOWER = {  # rung: the one beside which it is slow, how many times, what to do
     "clearing": None,
-    "compiled": ("joint", 2.0, "compilation does not help this model: it runs without", "Step(..., compile=False)"),
+    "compiled": ("joint", 2.0, "compilation does not help this model: turn it off", "Step(..., compile=False)"),
     "native": ("joint", 1.5, "please report it; until then plain MLX is faster here", "faststep check config.yaml"),
     "prefetch": ("native", 4.0, "making batches takes the cores that the step needs: fewer workers", "workers=1"),
     "accumulation": ("native", 4.0, "please report it", "faststep check config.yaml"),
@@ -156,7 +156,7 @@ def _grows(rung: Measured, known: dict[str, Measured]) -> Iterator[tuple[str, Fi
 
 _REMEDIES = {
     "data": (
-        "the data keep what they have given out: look for a list, a cache or a generator that holds batches",
+        "the data keep their batches: look for a list, a cache or a generator that holds batches",
         "del batch   # after its step",
     ),
     "own": (

@@ -39,7 +39,9 @@ def findings(subject: Subject) -> Iterator[Finding]:
     for name, module in _beside(subject.loss_fn, inside | hidden.keys()):
         if count := _reached(subject, module):
             text = f"the loss uses {name} ({type(module).__name__}), whose {count:,} parameters are not of the model"
-            remedy = "nothing is wrong if something else trains it; else make it a part of the model, or freeze() it"
+            remedy = (
+                "nothing is wrong if something else trains it; otherwise make it a part of the model, or freeze() it"
+            )
             yield Finding("outside-model", "note", text, remedy, f"model.{name.replace('.', '_')} = {name}")
 
 

@@ -75,8 +75,11 @@ def evaluated(subject: Subject, record: Recorder) -> None:
     elif waiting:
         name, found = max(waiting.items(), key=lambda item: max(item[1]))
         level: Any = "warning" if max(found) > _FEW else "note"
-        text = f"{name} is not evaluated when the batch is given out: {max(found)} operations wait behind it"
-        remedy = "in one thread that is harmless; a loader that prefetches has to evaluate where it makes the batch"
+        text = f"{name} is not evaluated when the loader yields the batch: {max(found)} operations wait behind it"
+        remedy = (
+            "in one thread that is harmless; a loader that prefetches has to evaluate each batch in the thread that "
+            "makes it"
+        )
         record.find(Finding("lazy-batch", level, text, remedy if level == "note" else _lazy.REMEDY, _lazy.CODE))
 
 

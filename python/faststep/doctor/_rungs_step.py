@@ -52,7 +52,7 @@ def compiled(subject: Subject, record: Recorder) -> None:
     except ValueError as error:
         if "uncaptured inputs" in str(error):
             text = "mx.compile refuses the step: the loss reaches arrays beside its arguments (another model, a buffer)"
-            remedy = "nothing, where you train by fast_step or Step: it finds them and takes them as inputs"
+            remedy = "nothing to do if you train with fast_step or Step: they take such arrays as inputs"
             record.find(Finding("uncaptured", "note", text, remedy, "mx.compile(step, inputs=[..., other.state])"))
             return
         if _READS not in str(error):
@@ -81,7 +81,7 @@ def native(subject: Subject, record: Recorder) -> None:
         record.find(slow)
     elif stats.mode == "called":
         text = f"the loss was called at the last step, as in a plain loop: {stats.reason}"
-        remedy = "nothing is wrong; a small net gains where the call can be left out (docs/what_is_compiled.md)"
+        remedy = "nothing is wrong; a small net is faster if the call can be left out (docs/what_is_compiled.md)"
         record.find(Finding("called", "note", text, remedy))
     for text in dict.fromkeys(str(each.message) for each in caught):
         remedy = "see what it says; the step gives the same numbers either way"
@@ -233,7 +233,7 @@ def own(subject: Subject, record: Recorder) -> None:
             "the loss draws random numbers (dropout, noise), and your step leaves mx.random.state as it was: every "
             "step draws the same ones"
         )
-        remedy = "let a compiled step take the random state and give it back"
+        remedy = "give the random state to the compiled step, as an input and an output"
         code = (
             "state = [model.state, optimizer.state, mx.random.state]\n@partial(mx.compile, inputs=state, outputs=state)"
         )

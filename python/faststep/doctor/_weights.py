@@ -25,7 +25,7 @@ def uneven(subject: Subject, batches: list[Any]) -> Finding | None:
             shown = ", ".join(f"{each:g}" for each in weights[:8])
             text = (
                 f"your step takes a mean of means: the loss of each batch is a mean over {what} ({shown}), and each "
-                "batch has the same part of the update. What is in a small batch counts up to "
+                "batch has the same share of the update. An item of a small batch counts up to "
                 f"{max(weights) / min(weights):.1f} times as much"
             )
             remedy = "weigh each batch's gradients by its count, and divide by the sum of the counts"

@@ -138,7 +138,7 @@ class Loop:
         for text in self._changed:
             self._logs.event("learning_rate", text)
         for text in self._differs:
-            self._logs.event("resume", f"{text}; train(resume=False) begins anew, in another folder")
+            self._logs.event("resume", f"{text}; to start a new training, use another folder")
         if resumed and self._finished():
             self._logs.event("resume", self._nothing_left())
         self._tell("on_start")
@@ -173,7 +173,7 @@ class Loop:
         given = ", ".join(f"{name}={value}" for name, value in ends.items() if value is not None)
         return (
             f"nothing is left to train: the checkpoint of step {self.number} is the end of this training "
-            f"({self._reason or given}). More of it goes on; another folder begins anew"
+            f"({self._reason or given}). To train on, raise it; to start a new training, use another folder"
         )
 
     def _result(self) -> Result:

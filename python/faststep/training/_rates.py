@@ -40,7 +40,7 @@ def go_on(optimizer: Any, now: Sequence[float | None], before: Sequence[float | 
                 )
         elif new is not None and new != old:
             part.learning_rate = new
-            yield f"the learning rate goes on with {figure(new)}, which was set anew; it was {figure(rate)}"
+            yield f"the learning rate is {figure(new)} from now on, as you set it; it was {figure(rate)}"
 
 
 def parts(optimizer: Any) -> Iterator[Any]:

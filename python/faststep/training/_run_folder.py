@@ -31,7 +31,7 @@ def locked(run: Path) -> Iterator[None]:
             run.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_files.locked(run / ".lock"))
         except _files.InUse as error:
-            other = f"process {error.holder} is at it"
+            other = f"process {error.holder} trains in it"
             raise RunError(f"{run}: expected no other training in this folder, {other}") from None
         except (FileExistsError, NotADirectoryError):
             raise RunError(f"{run}: expected a folder for the run, got a file, or one in a file") from None
