@@ -300,12 +300,11 @@ impl<M: ModuleParameters + 'static> Step<M> {
             losses.push(number_of(&output.loss)?);
             skipped += usize::from(output.skipped()?);
             if number == WARM {
-                warm = memory::active();
+                warm = self.settled_memory()?;
             }
         }
-        self.synchronize()?;
         judge(&losses, skipped, found);
-        let grown = memory::active().saturating_sub(warm) / (STEPS - WARM);
+        let grown = self.settled_memory()?.saturating_sub(warm) / (STEPS - WARM);
         if grown > GROWTH {
             let text = format!("MLX's memory grows by {grown} bytes a step");
             let remedy =
@@ -325,6 +324,12 @@ impl<M: ModuleParameters + 'static> Step<M> {
             );
         }
         Ok(None)
+    }
+
+    // the bytes in use when all is done, without those of captures
+    fn settled_memory(&mut self) -> Result<usize> {
+        self.synchronize()?;
+        Ok(memory::active().saturating_sub(self.engine.captured_bytes()))
     }
 
     // the loss over these parameters; the module is left without arrays
