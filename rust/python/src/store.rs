@@ -19,7 +19,8 @@ mod values;
 use std::{collections::HashSet, rc::Rc, sync::Arc, thread::ThreadId};
 
 use faststep::engine::{
-    precision::Stored, Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
+    precision::Stored, Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock,
+    Tensor,
 };
 use mlx_rs::Array;
 use pyo3::{
@@ -173,8 +174,8 @@ pub struct Store {
     pub clock: Arc<StageClock>,
     /// The optimizer's update, native or traced, once a step has begun.
     pub rule: Option<Rule>,
-    drafts: bool,                // arrays that are taken over stay lazy
-    mixed: bool,                 // the optimizer updates float32 masters
+    drafts: bool, // arrays that are taken over stay lazy
+    mixed: bool,  // the optimizer updates float32 masters
     stored: Stored,
     kept: Option<NamedAuxState>, // by an engine that is gone
     lent: bool,                  // the engine has let go of the optimizer's state

@@ -1,5 +1,8 @@
 //! The optimizer's arrays of a step: laid out, and by the names that Python's `optimizer.state` has.
-use std::{collections::BTreeMap, rc::Rc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    rc::Rc,
+};
 
 use mlx_rs::{ops, Array};
 
@@ -90,11 +93,26 @@ fn recoded(prefix: &str, expected: &[Tensor], saved: &Arrays) -> Result<Option<V
         4 => &codes::PLAIN,
         _ => &codes::CODED,
     };
-    let found = names.iter().map(|name| saved.get(&format!("{prefix}{name}")));
-    let Some(found) = found.map(Option::<&Array>::cloned).collect::<Option<Vec<_>>>() else {
+    let found = names
+        .iter()
+        .map(|name| saved.get(&format!("{prefix}{name}")));
+    let Some(found) = found
+        .map(Option::<&Array>::cloned)
+        .collect::<Option<Vec<_>>>()
+    else {
         return Ok(None);
     };
     Ok(codes::recoded(&found, expected)?)
+}
+
+/// The names that the moments of these parameters have in one form and in the other.
+pub(super) fn names(rules: &Rules, parameters: &[Rc<str>]) -> BTreeSet<String> {
+    let pairs = parameters.iter().zip(rules.of());
+    let names = pairs.flat_map(|(parameter, &rule)| {
+        let forms = codes::PLAIN.iter().chain(&codes::CODED);
+        forms.map(move |name| format!("{}{parameter}.{name}", prefix(rules, rule)))
+    });
+    names.collect()
 }
 
 // the saved array, or zeros where there is none

@@ -27,7 +27,8 @@ const STREAM: u32 = 0xF57E_0000;
 /// The size of the blocks of a tensor with so many elements; `None`: its moments are not coded.
 #[must_use]
 pub fn block(size: usize) -> Option<i32> {
-    let divides = |block: &i32| usize::try_from(*block).is_ok_and(|block| size.is_multiple_of(block));
+    let divides =
+        |block: &i32| usize::try_from(*block).is_ok_and(|block| size.is_multiple_of(block));
     BLOCKS.into_iter().find(divides).filter(|_| size >= FEWEST)
 }
 
@@ -56,7 +57,10 @@ pub const CODED: [&str; 4] = ["m_codes", "m_scales", "v_codes", "v_scales"];
 /// When MLX refuses an operation.
 pub fn recoded(found: &[Array], expected: &[Tensor]) -> Result<Option<Vec<Array>>> {
     let fits = found.first().map(Array::size) == expected.first().map(Tensor::size);
-    let made = match (<&[Array; 2]>::try_from(found), <&[Array; 4]>::try_from(found)) {
+    let made = match (
+        <&[Array; 2]>::try_from(found),
+        <&[Array; 4]>::try_from(found),
+    ) {
         _ if !fits => return Ok(None),
         (Ok(moments), _) if moments.iter().all(array::is_zero) => {
             let zeros = expected.iter();
@@ -104,7 +108,10 @@ pub fn encode([m, v]: [&Array; 2], noise: [&Array; 2]) -> Result<[Array; 4]> {
     let codes = rounded(&root, noise[0], &|x| x.square()?.square())?;
     let m_codes = codes.multiply(ops::sign(m)?)?.as_dtype(Dtype::Int8)?;
     let root = v.sqrt()?.sqrt()?.sqrt()?.multiply(inverse(&v_scales)?)?;
-    let root = ops::minimum(ops::maximum(root, ops::sign(v)?)?, Array::from_f32(LARGEST[1]))?;
+    let root = ops::minimum(
+        ops::maximum(root, ops::sign(v)?)?,
+        Array::from_f32(LARGEST[1]),
+    )?;
     let codes = rounded(&root, noise[1], &|x| x.square()?.square()?.square())?;
     Ok([m_codes, m_scales, codes.as_dtype(Dtype::Uint8)?, v_scales])
 }
@@ -119,11 +126,7 @@ fn inverse(scales: &Array) -> Result<Array> {
 }
 
 // Whole numbers beside the roots: the larger one by chance, so that the mean of its power is that of the root.
-fn rounded(
-    roots: &Array,
-    noise: &Array,
-    power: &dyn Fn(&Array) -> Result<Array>,
-) -> Result<Array> {
+fn rounded(roots: &Array, noise: &Array, power: &dyn Fn(&Array) -> Result<Array>) -> Result<Array> {
     let roots = roots.contiguous()?; // a barrier: beyond MLX's limit to the depth of a kernel
     let below = roots.floor()?;
     let above = below.add(Array::from_f32(1.0))?;
@@ -179,7 +182,12 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
 
 /// Numbers from 0 to below 1 that each update draws anew, of so many kinds, which broadcast to arrays of a shape. Any two of them are
 /// independent: each is the sum of a number for its row and one for its column.
-pub(super) fn noise(update: &Array, buffer: usize, shape: &[i32], kinds: i32) -> Result<Vec<Array>> {
+pub(super) fn noise(
+    update: &Array,
+    buffer: usize,
+    shape: &[i32],
+    kinds: i32,
+) -> Result<Vec<Array>> {
     let rows = shape.first().copied().unwrap_or(1);
     let columns: Vec<i32> = shape.get(1..).unwrap_or_default().to_vec();
     let buffer = u32::try_from(buffer).unwrap_or(u32::MAX);
@@ -210,7 +218,11 @@ pub(super) fn to_half(array: &Array, noise: &Array) -> Result<Array> {
     // the next number away from zero, or towards it: less than 3/2 of the distance from the nearest one, and more than half of it
     let outwards = rest.multiply(ops::sign(&near)?)?.gt(Array::from_f32(0.0))?;
     let step = Array::from_f32(0.7 / 128.0);
-    let factor = ops::select(outwards, Array::from_f32(1.0).add(&step)?, Array::from_f32(1.0).subtract(&step)?)?;
+    let factor = ops::select(
+        outwards,
+        Array::from_f32(1.0).add(&step)?,
+        Array::from_f32(1.0).subtract(&step)?,
+    )?;
     let next = half(&near.multiply(factor)?)?;
     let share = rest.divide(next.subtract(&near)?)?;
     ops::select(noise.lt(share)?, next, near)?.as_dtype(Dtype::Bfloat16)

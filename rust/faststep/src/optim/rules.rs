@@ -74,7 +74,9 @@ impl Rules {
     pub fn stored(mut self, stored: Stored, tensors: &[Tensor]) -> crate::error::Result<Self> {
         let option = match stored {
             Stored { codes: true, .. } => "state_bits",
-            Stored { stochastic: true, .. } => "stochastic_rounding",
+            Stored {
+                stochastic: true, ..
+            } => "stochastic_rounding",
             _ => return Ok(self),
         };
         let coded = |rule: &&Optimizer| matches!(rule, Optimizer::Adam(_) | Optimizer::AdamW(_));
@@ -97,6 +99,12 @@ impl Rules {
     #[must_use]
     pub fn are_coded(&self) -> bool {
         self.stored.codes
+    }
+
+    /// Return whether bfloat16 is rounded by chance.
+    #[must_use]
+    pub fn is_stochastic(&self) -> bool {
+        self.stored.stochastic
     }
 
     // the size of a tensor's blocks, where its moments are codes
@@ -283,9 +291,7 @@ impl Rules {
                 gradient,
                 parameter: weight,
                 moments: old,
-                rate: rate
-                    .map(|rate| rate.as_dtype(dtype))
-                    .transpose()?,
+                rate: rate.map(|rate| rate.as_dtype(dtype)).transpose()?,
                 numbers: numbers[self.of[first]],
                 step: &head.step,
                 take: good,

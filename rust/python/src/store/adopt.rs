@@ -9,7 +9,11 @@ use faststep::{
     Optimizer,
 };
 use mlx_rs::Array;
-use pyo3::{exceptions::{PyIndexError, PyValueError}, intern, prelude::*};
+use pyo3::{
+    exceptions::{PyIndexError, PyValueError},
+    intern,
+    prelude::*,
+};
 
 use super::{class_name, first_state::depends_on_values, native::Native, ModelSignature, Store};
 use crate::{
@@ -149,7 +153,13 @@ impl Store {
     ) -> PyResult<Option<Native>> {
         let doubles = signature.doubles();
         let given = (signature.paths(), signature.tensors());
-        Native::find(optimizer, given, &doubles, trainable, (self.mixed, self.stored))
+        Native::find(
+            optimizer,
+            given,
+            &doubles,
+            trainable,
+            (self.mixed, self.stored),
+        )
     }
 
     /// Return the reason why the optimizer's own code is called. `reason`: what is known of its update.

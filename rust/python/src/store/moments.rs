@@ -134,7 +134,8 @@ impl Moments {
             };
             let found = others.iter().map(|name| entry.get_item(name));
             let found = found.collect::<PyResult<Vec<_>>>()?;
-            let found: Option<Vec<Array>> = found.iter().map(|it| bridge::get(it.as_ref()?)).collect();
+            let found: Option<Vec<Array>> =
+                found.iter().map(|it| bridge::get(it.as_ref()?)).collect();
             let Some(found) = found else {
                 continue;
             };

@@ -48,7 +48,9 @@ impl Native {
         let Some(rules) = native_rules(optimizer, &paths, || Ok(trainable.clone()))? else {
             return Ok(None);
         };
-        let rules = rules.stored(stored, &tensors).map_err(|error| to_python(&error))?;
+        let rules = rules
+            .stored(stored, &tensors)
+            .map_err(|error| to_python(&error))?;
         if !doubles.is_empty() && rules.rules().len() > 1 {
             return Ok(None); // which update counts depends on how they are merged
         }

@@ -150,7 +150,9 @@ pub(super) trait Rule: Fields {
 /// Moments of these names, each of the tensor's shape.
 pub(super) fn like(shape: &[i32], names: &[&'static str]) -> Vec<Moment> {
     let moments = names.iter();
-    moments.map(|name| Moment::new(name, shape.to_vec())).collect()
+    moments
+        .map(|name| Moment::new(name, shape.to_vec()))
+        .collect()
 }
 
 /// The arrays of one update.
