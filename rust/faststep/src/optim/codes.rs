@@ -12,7 +12,7 @@ use mlx_rs::{error::Result, ops, random::uniform, Array, Dtype};
 use super::optimizer::{Given, Moment, Optimizer, Updated};
 use crate::{
     layout::Tensor,
-    mlx::{array, ops::choose},
+    mlx::{array, join::paced, ops::choose},
 };
 
 /// Tensors of fewer elements keep their moments as they are.
@@ -127,7 +127,7 @@ fn inverse(scales: &Array) -> Result<Array> {
 
 // Whole numbers beside the roots: the larger one by chance, so that the mean of its power is that of the root.
 fn rounded(roots: &Array, noise: &Array, power: &dyn Fn(&Array) -> Result<Array>) -> Result<Array> {
-    let roots = roots.contiguous()?; // a barrier: beyond MLX's limit to the depth of a kernel
+    let roots = paced(&roots.contiguous()?)?; // a barrier: beyond MLX's limit to the depth of a kernel
     let below = roots.floor()?;
     let above = below.add(Array::from_f32(1.0))?;
     let base = power(&below)?;
@@ -158,6 +158,7 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
     let [m, v] = &moments[..] else {
         return Err(given.refuse_moments(2));
     };
+    let [m, v] = &[paced(m)?, paced(v)?];
     let noise = noise(given.step, buffer, shape, 3)?;
     let moments = match coded {
         Some(_) => encode([m, v], [&noise[0], &noise[1]])?.to_vec(),
