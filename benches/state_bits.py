@@ -1,4 +1,4 @@
-"""Compare 8-bit optimizer state with float32 state: held-out losses of three trainings on real data, bytes, and time a step.
+"""Compare 8-bit optimizer state with float32 state: held-out losses of three trainings, bytes, and time a step.
 
 ``python benches/state_bits.py`` takes about half an hour on two cores, and prints two tables.
 """
@@ -10,6 +10,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from pydoc_data.topics import topics
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ import numpy as np
 from faststep import Step
 from faststep.recipes import GPT, Bytes
 from markdown import spread, table
+from mlx.utils import tree_unflatten
 from sklearn.datasets import load_digits
 from timing import in_turns, run_block
 
@@ -92,7 +94,10 @@ def digits(steps: int) -> Case:
             yield mx.array(x[chosen]), mx.array(y[chosen])
 
     return Case(
-        lambda: (Digits(), optim.Adam(5e-4, bias_correction=True)), batches, steps, [(mx.array(x[held]), mx.array(y[held]))]
+        lambda: (Digits(), optim.Adam(5e-4, bias_correction=True)),
+        batches,
+        steps,
+        [(mx.array(x[held]), mx.array(y[held]))],
     )
 
 
@@ -113,13 +118,11 @@ class Adapted(nn.Module):
 
 
 def adapters(steps: int) -> Case:
-    """Adapters over the 4-bit weights of that GPT, once it has trained, for other text: the modules' own documentation."""
+    """Adapters over the 4-bit weights of that GPT, once it has trained, for other text: Python's documentation."""
     base = gpt(steps)
     trained, _ = run(base, 0, None)
     weights = trained.parameters()
-    import pydoc_data.topics
-
-    text = np.frombuffer("".join(pydoc_data.topics.topics.values()).encode(), np.uint8)
+    text = np.frombuffer("".join(topics.values()).encode(), np.uint8)
     parts = np.array_split(text, 20)
     fixed = list(itertools.islice(windows(parts[-1], 32, 0), 8))
 
@@ -128,17 +131,11 @@ def adapters(steps: int) -> Case:
         model.update(weights)
         model.freeze()
         linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-        model.update_modules(mx_tree({name: Adapted(layer) for name, layer in linear if min(layer.weight.shape) >= 128}))
+        chosen = [(name, Adapted(layer)) for name, layer in linear if min(layer.weight.shape) >= 128]
+        model.update_modules(tree_unflatten(chosen))
         return model, optim.AdamW(2e-3, weight_decay=0.01)
 
     return Case(new, functools.partial(windows, np.concatenate(parts[:-1]), 8), steps, fixed)
-
-
-def mx_tree(named: dict[str, nn.Module]) -> Any:
-    """Return a tree of modules by their dotted names."""
-    from mlx.utils import tree_unflatten
-
-    return tree_unflatten(list(named.items()))
 
 
 def run(case: Case, seed: int, bits: Bits) -> tuple[nn.Module, dict[str, float]]:

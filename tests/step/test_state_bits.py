@@ -339,9 +339,15 @@ def test_a_frozen_parameter_keeps_its_codes() -> None:
     ("optimizer", "options", "message"),
     [
         (lambda: optim.Lion(1e-3), {"state_bits": 8}, "state_bits: expected Adam or AdamW, got Lion"),
-        (lambda: optim.SGD(1e-3), {"stochastic_rounding": True}, "stochastic_rounding: expected Adam or AdamW, got SGD"),
         (
-            lambda: optim.MultiOptimizer([optim.Muon(1e-3), optim.AdamW(1e-3)], [lambda name, weight: weight.ndim == 2]),
+            lambda: optim.SGD(1e-3),
+            {"stochastic_rounding": True},
+            "stochastic_rounding: expected Adam or AdamW, got SGD",
+        ),
+        (
+            lambda: optim.MultiOptimizer(
+                [optim.Muon(1e-3), optim.AdamW(1e-3)], [lambda name, weight: weight.ndim == 2]
+            ),
             {"state_bits": 8},
             "state_bits: expected Adam or AdamW, got Muon",
         ),
@@ -367,7 +373,7 @@ def test_what_cannot_be_is_refused_by_name(optimizer: Any, options: dict[str, An
 def test_several_adams_in_one() -> None:
     optimizer = optim.MultiOptimizer([optim.Adam(1e-3), optim.AdamW(1e-3)], [lambda name, weight: "0" in name])
     step = Step(net(), optimizer, loss_fn, state_bits=8)
-    losses = run_on(step, range(4)) + [float(step(*batch(0)).loss)]
+    losses = [*run_on(step, range(4)), float(step(*batch(0)).loss)]
     assert losses[-1] < losses[0]
     names = [name for name, _ in tree_flatten(optimizer.state)]
     assert sum(name.endswith("m_codes") for name in names) == 2

@@ -125,14 +125,14 @@ class Step(Generic[M, T]):
                 parameters' own dtype.
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
-            state_bits: 8 keeps the moments of Adam and AdamW in 8 bits, a quarter of float32's bytes: `optimizer.state` has
-                `m_codes` (int8) and `v_codes` (uint8), [blocks, elements of a block], and float32 `m_scales` and
-                `v_scales`, [blocks, 1], in the place of `m` and `v`. The update is computed in float32. A parameter of
-                fewer than 4,096 elements, or of a number that 64 does not divide, keeps `m` and `v`. A state in one form,
-                from a checkpoint say, is taken over into the other. None: the dtypes of MLX.
-            stochastic_rounding: Compute the update of bfloat16 parameters by Adam or AdamW in float32, and round it up or
-                down by chance, so that small updates add up without float32 masters; moments that are no codes too. The
-                chance follows from the number of the update: a run that is resumed draws the same.
+            state_bits: 8 keeps the moments of Adam and AdamW in 8 bits, a quarter of float32's bytes: in the place of
+                `m` and `v`, `optimizer.state` has `m_codes` (int8) and `v_codes` (uint8), [blocks, elements of a
+                block], and float32 `m_scales` and `v_scales`, [blocks, 1]. The update is computed in float32. A
+                parameter of fewer than 4,096 elements, or of a number that 64 does not divide, keeps `m` and `v`. A
+                state in one form, from a checkpoint say, is taken over into the other. None: the dtypes of MLX.
+            stochastic_rounding: Compute the update of bfloat16 parameters by Adam or AdamW in float32, and round it up
+                or down by chance, so that small updates add up without float32 masters; moments that are no codes
+                too. The chance follows from the number of the update: a run that is resumed draws the same.
             transform: `transform(model, gradients)` returns the gradients that the optimizer takes: for clipping by
                 layer, masks, noise or centralisation. It gets the tree of `model.trainable_parameters()`, averaged over
                 the window and clipped, and may leave some out. It is called once an update, as an optimizer of your

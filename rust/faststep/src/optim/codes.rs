@@ -100,23 +100,30 @@ pub fn decode([m_codes, m_scales, v_codes, v_scales]: &[Array; 4]) -> Result<[Ar
 /// # Errors
 /// When MLX refuses an operation.
 pub fn encode([m, v]: [&Array; 2], noise: [&Array; 2]) -> Result<[Array; 4]> {
-    let bound = ops::maximum(m.max_axis(-1, true)?, m.min_axis(-1, true)?.negative()?)?;
-    let m_scales = scales(&bound.sqrt()?.sqrt()?, LARGEST[0])?;
-    let v_scales = scales(&v.max_axis(-1, true)?.sqrt()?.sqrt()?.sqrt()?, LARGEST[1])?;
-    let root = m.abs()?.sqrt()?.sqrt()?.multiply(inverse(&m_scales)?)?;
-    let root = ops::minimum(root, Array::from_f32(LARGEST[0]))?;
-    let codes = rounded(&root, noise[0], &|x| x.square()?.square())?;
+    // barriers: a kernel that reads the numbers of a block beside its elements has no vectors, and is kept short
+    let roots = [m.abs()?.sqrt()?.sqrt()?, v.sqrt()?.sqrt()?.sqrt()?];
+    let [first, second] = [stored(&roots[0])?, stored(&roots[1])?];
+    let m_scales = scales(&first, LARGEST[0])?;
+    let v_scales = scales(&second, LARGEST[1])?;
+    let first = first.multiply(inverse(&m_scales)?)?;
+    let second = ops::maximum(second.multiply(inverse(&v_scales)?)?, ops::sign(&second)?)?;
+    let codes = rounded(&first, noise[0], LARGEST[0], &|x| x.square()?.square())?;
     let m_codes = codes.multiply(ops::sign(m)?)?.as_dtype(Dtype::Int8)?;
-    let root = v.sqrt()?.sqrt()?.sqrt()?.multiply(inverse(&v_scales)?)?;
-    let root = ops::minimum(
-        ops::maximum(root, ops::sign(v)?)?,
-        Array::from_f32(LARGEST[1]),
-    )?;
-    let codes = rounded(&root, noise[1], &|x| x.square()?.square()?.square())?;
+    let codes = rounded(&second, noise[1], LARGEST[1], &|x| {
+        x.square()?.square()?.square()
+    })?;
     Ok([m_codes, m_scales, codes.as_dtype(Dtype::Uint8)?, v_scales])
 }
 
-fn scales(bound: &Array, largest: f32) -> Result<Array> {
+// an array that no kernel computes together with those that read it
+fn stored(array: &Array) -> Result<Array> {
+    paced(&array.contiguous()?)
+}
+
+// the largest root of each block over the largest code; first over lanes of sixteen, which takes a third of the time
+fn scales(roots: &Array, largest: f32) -> Result<Array> {
+    let lanes = roots.reshape(&[roots.shape()[0], -1, 16])?;
+    let bound = lanes.max_axis(1, false)?.max_axis(-1, true)?;
     bound.divide(Array::from_f32(largest))?.contiguous()
 }
 
@@ -126,8 +133,13 @@ fn inverse(scales: &Array) -> Result<Array> {
 }
 
 // Whole numbers beside the roots: the larger one by chance, so that the mean of its power is that of the root.
-fn rounded(roots: &Array, noise: &Array, power: &dyn Fn(&Array) -> Result<Array>) -> Result<Array> {
-    let roots = paced(&roots.contiguous()?)?; // a barrier: beyond MLX's limit to the depth of a kernel
+fn rounded(
+    roots: &Array,
+    noise: &Array,
+    largest: f32,
+    power: &dyn Fn(&Array) -> Result<Array>,
+) -> Result<Array> {
+    let roots = stored(&ops::minimum(roots, Array::from_f32(largest))?)?;
     let below = roots.floor()?;
     let above = below.add(Array::from_f32(1.0))?;
     let base = power(&below)?;
@@ -142,7 +154,7 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
     let coded = <&[Array; 4]>::try_from(given.moments).ok();
     let dtype = given.parameter.dtype();
     let shape = coded.map_or(given.parameter.shape(), |[codes, ..]| codes.shape());
-    let wide = |array: &Array| array.as_dtype(Dtype::Float32)?.reshape(shape);
+    let wide = |array: &Array| array.reshape(shape)?.as_dtype(Dtype::Float32);
     let moments = match coded {
         Some(coded) => decode(coded)?.to_vec(),
         None => given.moments.iter().map(wide).collect::<Result<_>>()?,
@@ -159,16 +171,18 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
         return Err(given.refuse_moments(2));
     };
     let [m, v] = &[paced(m)?, paced(v)?];
-    let noise = noise(given.step, buffer, shape, 3)?;
+    let noise = noise(given.step, buffer, shape)?;
+    let other = noise[0].multiply(Array::from_f32(256.0))?; // its last 15 bits are independent of the first ones
+    let other = other.subtract(other.floor()?)?;
     let moments = match coded {
-        Some(_) => encode([m, v], [&noise[0], &noise[1]])?.to_vec(),
-        None => vec![to_half(m, &noise[0])?, to_half(v, &noise[1])?],
+        Some(_) => encode([m, v], [&noise[0], &other])?.to_vec(),
+        None => vec![to_half(m, &noise[0])?, to_half(v, &other)?],
     };
     let pairs = moments.into_iter().zip(given.moments);
     let moments = pairs.map(|(new, old)| choose(given.take, new, old)?.contiguous());
     let moments: Vec<Array> = moments.collect::<Result<_>>()?;
     let mut parameter = if stochastic && dtype == Dtype::Bfloat16 {
-        to_half(&parameter, &noise[2])?
+        to_half(&parameter, &noise[1])?
     } else {
         parameter.as_dtype(dtype)?
     };
@@ -181,39 +195,33 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
     given.updated(parameter, moments)
 }
 
-/// Numbers from 0 to below 1 that each update draws anew, of so many kinds, which broadcast to arrays of a shape. Any two of them are
-/// independent: each is the sum of a number for its row and one for its column.
-pub(super) fn noise(
-    update: &Array,
-    buffer: usize,
-    shape: &[i32],
-    kinds: i32,
-) -> Result<Vec<Array>> {
+/// Numbers from 0 to below 1 of a shape that each update draws anew, twice. Any two of an array are independent: each is the sum of a
+/// number for its row and one for its column.
+fn noise(update: &Array, buffer: usize, shape: &[i32]) -> Result<Vec<Array>> {
     let rows = shape.first().copied().unwrap_or(1);
     let columns: Vec<i32> = shape.get(1..).unwrap_or_default().to_vec();
     let buffer = u32::try_from(buffer).unwrap_or(u32::MAX);
     let stream = Array::from_slice(&[STREAM.wrapping_add(buffer)], &[1]);
     let update = update.as_dtype(Dtype::Uint32)?.reshape(&[1])?;
     let key = ops::concatenate(&[stream, update], 0)?;
-    let drawn = kinds * rows + columns.iter().product::<i32>();
+    let drawn = 2 * rows + columns.iter().product::<i32>();
     let drawn = uniform::<f32, f32>(0.0, 1.0, &[drawn], &key)?;
-    let ends: Vec<i32> = (1..=kinds).map(|kind| kind * rows).collect();
-    let mut parts = drawn.split_at_indices(&ends, 0)?;
+    let mut parts = drawn.split_at_indices(&[rows, 2 * rows], 0)?;
     let ones = vec![1; columns.len()];
     let last = parts.pop().unwrap_or(drawn);
     let by_column = last.reshape(&[&[1], &columns[..]].concat())?;
     let by_row = parts.iter().map(|part| {
         let by_row = part.reshape(&[&[rows], &ones[..]].concat())?;
         let sum = by_row.add(&by_column)?;
-        sum.subtract(sum.floor()?)?.reshape(shape)
+        sum.subtract(sum.floor()?)?.reshape(shape)?.contiguous()
     });
     by_row.collect()
 }
 
 /// A float32 array in bfloat16, rounded up or down by chance, so that the mean is its value. `noise`: as in `encode`.
-pub(super) fn to_half(array: &Array, noise: &Array) -> Result<Array> {
+fn to_half(array: &Array, noise: &Array) -> Result<Array> {
     let half = |array: &Array| array.as_dtype(Dtype::Bfloat16)?.as_dtype(Dtype::Float32);
-    let array = array.contiguous()?; // a barrier, as above
+    let array = stored(array)?;
     let near = half(&array)?;
     let rest = array.subtract(&near)?.contiguous()?;
     // the next number away from zero, or towards it: less than 3/2 of the distance from the nearest one, and more than half of it

@@ -1,6 +1,6 @@
 //! Clipping, the update rules of `mlx.optimizers` and its schedules, as operations on arrays.
 //!
-//! Uses `layout` and `mlx`.
+//! Uses `error`, `layout` and `mlx`.
 //!
 //! The way of a batch: its gradients are clipped (`clip`), then `Rules` updates every buffer by its rule, with the
 //! learning rate that a schedule gives; `codes` stores its moments in 8 bits. The rules are listed in `optimizer`, each in a file of its own there.
