@@ -73,7 +73,7 @@ pub fn recoded(found: &[Array], expected: &[Tensor]) -> Result<Option<Vec<Array>
                 moment.reshape(&expected[0].shape)
             };
             let nearest = Array::from_f32(0.5);
-            encode([&wide(0)?, &wide(1)?], [&nearest, &nearest])?.to_vec()
+            encode([&wide(0)?, &wide(1)?], [&nearest, &nearest], None)?.to_vec()
         }
         (_, Ok(codes)) if expected.len() == PLAIN.len() => decode(codes)?.to_vec(),
         _ => return Ok(None),
@@ -94,25 +94,31 @@ pub fn decode([m_codes, m_scales, v_codes, v_scales]: &[Array; 4]) -> Result<[Ar
     Ok([m, root.square()?.square()?.square()?])
 }
 
-/// The codes and scales of the moments `m` and `v`, matrices of blocks in float32. `noise`: arrays from 0 to below 1 that broadcast to
-/// them; 0.5 rounds to about the nearest.
-///
-/// # Errors
-/// When MLX refuses an operation.
-pub fn encode([m, v]: [&Array; 2], noise: [&Array; 2]) -> Result<[Array; 4]> {
+/// Codes that stay as they are where the update is not taken.
+type Kept<'a> = Option<(&'a Array, &'a [Array; 4])>;
+
+// The codes and scales of the moments, matrices of blocks in float32. `noise`: arrays from 0 to below 1 that broadcast to them; 0.5
+// rounds to about the nearest.
+fn encode([m, v]: [&Array; 2], noise: [&Array; 2], kept: Kept) -> Result<[Array; 4]> {
     // barriers: a kernel that reads the numbers of a block beside its elements has no vectors, and is kept short
     let roots = [m.abs()?.sqrt()?.sqrt()?, v.sqrt()?.sqrt()?.sqrt()?];
     let [first, second] = [stored(&roots[0])?, stored(&roots[1])?];
-    let m_scales = scales(&first, LARGEST[0])?;
-    let v_scales = scales(&second, LARGEST[1])?;
+    let (m_scales, v_scales) = (scales(&first, LARGEST[0])?, scales(&second, LARGEST[1])?);
     let first = first.multiply(inverse(&m_scales)?)?;
+    let first = ops::minimum(first, Array::from_f32(LARGEST[0]))?.multiply(ops::sign(m)?)?;
     let second = ops::maximum(second.multiply(inverse(&v_scales)?)?, ops::sign(&second)?)?;
-    let codes = rounded(&first, noise[0], LARGEST[0], &|x| x.square()?.square())?;
-    let m_codes = codes.multiply(ops::sign(m)?)?.as_dtype(Dtype::Int8)?;
-    let codes = rounded(&second, noise[1], LARGEST[1], &|x| {
-        x.square()?.square()?.square()
-    })?;
-    Ok([m_codes, m_scales, codes.as_dtype(Dtype::Uint8)?, v_scales])
+    let second = ops::minimum(second, Array::from_f32(LARGEST[1]))?;
+    // kept codes go through the rounding, which leaves whole numbers alone: a choice among bytes would cost the next kernel its vectors
+    let keep = |new: &Array, at: usize| match kept {
+        Some((take, old)) => ops::select(take, new, old[at].as_dtype(Dtype::Float32)?),
+        None => Ok(new.clone()),
+    };
+    let (first, second) = (stored(&keep(&first, 0)?)?, stored(&keep(&second, 2)?)?);
+    let codes = rounded(&first.abs()?, noise[0], &|x| x.square()?.square())?;
+    let m_codes = codes.multiply(ops::sign(&first)?)?.as_dtype(Dtype::Int8)?;
+    let codes = rounded(&second, noise[1], &|x| x.square()?.square()?.square())?;
+    let v_codes = codes.as_dtype(Dtype::Uint8)?;
+    Ok([m_codes, keep(&m_scales, 1)?, v_codes, keep(&v_scales, 3)?])
 }
 
 // an array that no kernel computes together with those that read it
@@ -133,18 +139,12 @@ fn inverse(scales: &Array) -> Result<Array> {
 }
 
 // Whole numbers beside the roots: the larger one by chance, so that the mean of its power is that of the root.
-fn rounded(
-    roots: &Array,
-    noise: &Array,
-    largest: f32,
-    power: &dyn Fn(&Array) -> Result<Array>,
-) -> Result<Array> {
-    let roots = stored(&ops::minimum(roots, Array::from_f32(largest))?)?;
+fn rounded(roots: &Array, noise: &Array, power: &dyn Fn(&Array) -> Result<Array>) -> Result<Array> {
     let below = roots.floor()?;
     let above = below.add(Array::from_f32(1.0))?;
     let base = power(&below)?;
     let gap = power(&above)?.subtract(&base)?;
-    let is_above = noise.multiply(gap)?.lt(power(&roots)?.subtract(base)?)?;
+    let is_above = noise.multiply(gap)?.lt(power(roots)?.subtract(base)?)?;
     ops::select(is_above, above, below)
 }
 
@@ -175,11 +175,18 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
     let other = noise[0].multiply(Array::from_f32(256.0))?; // its last 15 bits are independent of the first ones
     let other = other.subtract(other.floor()?)?;
     let moments = match coded {
-        Some(_) => encode([m, v], [&noise[0], &other])?.to_vec(),
-        None => vec![to_half(m, &noise[0])?, to_half(v, &other)?],
+        Some(old) => {
+            let kept = given.take.map(|take| (take, old));
+            encode([m, v], [&noise[0], &other], kept)?.to_vec()
+        }
+        None => {
+            let halves = [to_half(m, &noise[0])?, to_half(v, &other)?];
+            let pairs = halves.into_iter().zip(given.moments);
+            let chosen = pairs.map(|(new, old)| choose(given.take, new, old));
+            chosen.collect::<Result<_>>()?
+        }
     };
-    let pairs = moments.into_iter().zip(given.moments);
-    let moments = pairs.map(|(new, old)| choose(given.take, new, old)?.contiguous());
+    let moments = moments.iter().map(Array::contiguous);
     let moments: Vec<Array> = moments.collect::<Result<_>>()?;
     let mut parameter = if stochastic && dtype == Dtype::Bfloat16 {
         to_half(&parameter, &noise[1])?
