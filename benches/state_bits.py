@@ -169,7 +169,7 @@ def losses(cases: dict[str, Case]) -> None:
 def times() -> None:
     """Print the table of milliseconds a step, both ways in turns."""
     rows = []
-    for width, batch in ((128, 16), (512, 16)):
+    for width, batch in ((128, 16), (256, 16)):
         blocks = {}
         data = Bytes(split="train").data
         given: Any = list(itertools.islice(windows(data, batch, 0), 4))

@@ -174,17 +174,14 @@ pub(super) fn update(rule: &Optimizer, given: &Given, stochastic: bool, buffer: 
     let noise = noise(given.step, buffer, shape)?;
     let other = noise[0].multiply(Array::from_f32(256.0))?; // its last 15 bits are independent of the first ones
     let other = other.subtract(other.floor()?)?;
-    let moments = match coded {
-        Some(old) => {
-            let kept = given.take.map(|take| (take, old));
-            encode([m, v], [&noise[0], &other], kept)?.to_vec()
-        }
-        None => {
-            let halves = [to_half(m, &noise[0])?, to_half(v, &other)?];
-            let pairs = halves.into_iter().zip(given.moments);
-            let chosen = pairs.map(|(new, old)| choose(given.take, new, old));
-            chosen.collect::<Result<_>>()?
-        }
+    let moments: Vec<Array> = if let Some(old) = coded {
+        let kept = given.take.map(|take| (take, old));
+        encode([m, v], [&noise[0], &other], kept)?.to_vec()
+    } else {
+        let halves = [to_half(m, &noise[0])?, to_half(v, &other)?];
+        let pairs = halves.into_iter().zip(given.moments);
+        let chosen = pairs.map(|(new, old)| choose(given.take, new, old));
+        chosen.collect::<Result<_>>()?
     };
     let moments = moments.iter().map(Array::contiguous);
     let moments: Vec<Array> = moments.collect::<Result<_>>()?;

@@ -55,6 +55,19 @@ struct Head {
     scheduled: bool,
 }
 
+impl Head {
+    // what is new in the state
+    fn updated(self, state: &[Array], good: Option<&Array>) -> Result<Vec<(usize, Array)>> {
+        let step = choose(good, self.step, &state[self.at])?;
+        let mut new = vec![(self.at, step)];
+        if let (Some(rate), true) = (self.rate, self.scheduled) {
+            let rate = choose(good, rate, &state[self.at + 1])?;
+            new.push((self.at + 1, rate));
+        }
+        Ok(new)
+    }
+}
+
 impl Rules {
     /// `of`: for each tensor, the rule that updates it.
     #[must_use]
@@ -308,12 +321,7 @@ impl Rules {
             new_state.extend(place.zip(new));
         }
         for head in heads {
-            let step = choose(good, head.step, &state[head.at])?;
-            new_state.push((head.at, step));
-            if let (Some(rate), true) = (head.rate, head.scheduled) {
-                let rate = choose(good, rate, &state[head.at + 1])?;
-                new_state.push((head.at + 1, rate));
-            }
+            new_state.extend(head.updated(state, good)?);
         }
         Ok(UpdateOutput {
             parameters,
