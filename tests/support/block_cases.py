@@ -25,6 +25,10 @@ GROUPS: dict[str, list[Operation]] = {
     "choice": [lambda x: mx.where(x > 0, x, -0.5 * x), lambda x: mx.where((x >= 0.5) | ~(x < -0.25), x * x, 0.5)],
     "bools": [lambda x: (mx.round(x) == 0) * x, lambda x: ((mx.round(x) != 0) & (x <= 1)) * x],
     "integers": [lambda x: mx.bitwise_and(mx.floor(x * 8).astype(mx.int32), 3).astype(x.dtype) * x],
+    "bytes": [
+        lambda x: (mx.minimum(mx.abs(x), 8) * 8).astype(mx.uint8).astype(x.dtype) * x,
+        lambda x: mx.where((mx.clip(x, -8, 8) * 8).astype(mx.int8) == 0, x, 0.5),
+    ],
     "unsigned": [lambda x: (mx.abs(x) * 8).astype(mx.uint32).astype(x.dtype) * x],
     "halves": [lambda x: (x.astype(mx.float16) * 2).astype(x.dtype), lambda x: x.astype(mx.bfloat16).astype(x.dtype)],
 }

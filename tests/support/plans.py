@@ -404,6 +404,8 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     ),
     "one-linear": ("one_linear(1024, 64)", ADAMW, "squares", ""),
     "one-linear-allow": ("one_linear(1024, 64)", ADAMW, "squares", "nonfinite='allow'"),
+    "one-linear-codes": ("one_linear(1024, 64)", ADAMW, "squares", "state_bits=8"),
+    "mlp-4x512-codes": ("mlp(512, 512, 64)", ADAMW, "cross_entropy", "state_bits=8, max_grad_norm=1.0"),
     "one-linear-lion": ("one_linear(1024, 64)", "optim.Lion(1e-4)", "squares", "accumulate=2"),
     "one-linear-adafactor": ("one_linear(1024, 64)", "optim.Adafactor(1e-3)", "squares", "accumulate=2"),
     "mlp-own-optimizer": ("mlp(256, 1024, 512)", "SignedDescent(1e-3)", "cross_entropy", "max_grad_norm=1.0"),

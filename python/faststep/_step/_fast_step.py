@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -99,6 +99,8 @@ def fast_step(
     max_loss: float | None = None,
     compute_dtype: mx.Dtype | None = None,
     ema_decay: float | None = None,
+    state_bits: Literal[8] | None = None,
+    stochastic_rounding: bool = False,
     transform: Transform | None = None,
     compile: bool = True,
     replay: Replay = "auto",
@@ -134,6 +136,8 @@ def fast_step(
         max_loss: A loss above this counts as not finite; None: no limit.
         compute_dtype: Compute the loss in this dtype and update float32 masters; None: the parameters' own.
         ema_decay: Keep a moving average of the parameters; `Step(..., ema_decay=...).average()` shows it.
+        state_bits: 8 keeps the moments of Adam and AdamW in 8 bits, see `Step`; None: in the dtypes of MLX.
+        stochastic_rounding: Round updates of bfloat16 parameters by Adam or AdamW by chance, see `Step`.
         transform: `transform(model, gradients)` returns the gradients that the optimizer gets, as in `Step`; pass the
             same function at each call. None: none.
         compile: Compile the step.
@@ -180,6 +184,8 @@ def fast_step(
         max_loss,
         compute_dtype,
         ema_decay,
+        state_bits,
+        stochastic_rounding,
         transform,
         compile,
         replay,

@@ -32,6 +32,8 @@ class Options(NamedTuple):
     max_loss: float | None = None
     compute_dtype: mx.Dtype | None = None
     ema_decay: Annotated[float | None, Range(0, below=1)] = None
+    state_bits: Literal[8] | None = None
+    stochastic_rounding: bool = False
     transform: Transform | None = None
     compile: bool = True
     replay: Replay = "auto"

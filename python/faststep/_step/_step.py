@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -82,6 +82,8 @@ class Step(Generic[M, T]):
         max_loss: float | None = None,
         compute_dtype: mx.Dtype | None = None,
         ema_decay: float | None = None,
+        state_bits: Literal[8] | None = None,
+        stochastic_rounding: bool = False,
         transform: Transform | None = None,
         compile: bool = True,
         replay: Replay = "auto",
@@ -126,6 +128,14 @@ class Step(Generic[M, T]):
                 is computed in float32 and the masters are kept. None: everything in the parameters' own dtype.
             ema_decay: Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every
                 update, in float32 for half precision; see `average`. None: none.
+            state_bits: 8 keeps the moments of Adam and AdamW in 8 bits, a quarter of float32's bytes: in the place of
+                `m` and `v`, `optimizer.state` has `m_codes` (int8) and `v_codes` (uint8), [blocks, elements of a
+                block], and float32 `m_scales` and `v_scales`, [blocks, 1]. The update is computed in float32. A
+                parameter of fewer than 4,096 elements, or of a number that 64 does not divide, keeps `m` and `v`. A
+                state in one form, from a checkpoint say, is taken over into the other. None: the dtypes of MLX.
+            stochastic_rounding: Compute the update of bfloat16 parameters by Adam or AdamW in float32, and round it up
+                or down by chance, so that small updates add up without float32 masters; moments that are no codes
+                too. The chance follows from the number of the update: a run that is resumed draws the same.
             transform: `transform(model, gradients)` returns the gradients that the optimizer gets: for clipping by
                 layer, masks, noise or centralisation. It gets a tree like `model.trainable_parameters()`, averaged over
                 the window and clipped, and may drop some entries. It is called once an update, like an optimizer of

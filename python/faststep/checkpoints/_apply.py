@@ -18,6 +18,8 @@ from faststep.checkpoints._manifest import Contents, read_manifest, read_tensors
 from faststep.checkpoints._snapshot import Arrays, Stateful, decoded, split
 
 MOST_DIFFERENCES = 10
+# moments in the dtypes of MLX, and in 8 bits (`Step(..., state_bits=8)`): a step takes either over
+PLAIN, CODED = ("m", "v"), ("m_codes", "m_scales", "v_codes", "v_scales")
 Change = tuple[Callable[[], object], Callable[[], object]]  # a function that makes it, and one that takes it back
 
 
@@ -94,6 +96,7 @@ def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, 
     template = before
     if split(before, "optimizer")[0].keys() != arrays.keys():
         template = _initialised(step, before, arrays)
+    template = _recoded(template, arrays)
     wanted, others = split(template, "optimizer")
     if any(not type(each).__module__.startswith("mlx.") for each in _members(optimizer)):
         late = {name: leaf for name, leaf in (values | arrays).items() if name not in wanted | others}
@@ -105,6 +108,19 @@ def _optimizer_change(path: Path, step: Step, arrays: Arrays, values: dict[str, 
     found = values | arrays
     after = tree_map_with_path(lambda name, _: found[name], template)
     return (lambda: setattr(optimizer, "state", after), lambda: setattr(optimizer, "state", before))
+
+
+def _recoded(tree: Any, found: Arrays, path: str = "") -> Any:
+    """Return a tree with codes in the place of moments, or moments in that of codes, where those are found."""
+    if isinstance(tree, list | tuple):
+        return type(tree)(_recoded(part, found, f"{path}{index}.") for index, part in enumerate(tree))
+    if not isinstance(tree, dict):
+        return tree
+    for here, there in ((PLAIN, CODED), (CODED, PLAIN)):
+        others = {name: found[f"{path}{name}"] for name in there if f"{path}{name}" in found}
+        if tree.keys() >= set(here) and len(others) == len(there) and others[there[0]].size == tree[here[0]].size:
+            return {name: leaf for name, leaf in tree.items() if name not in here} | others
+    return {name: _recoded(part, found, f"{path}{name}.") for name, part in tree.items()}
 
 
 def _attributes_change(path: Path, step: Step, values: dict[str, Any], arrays: Arrays) -> Change:

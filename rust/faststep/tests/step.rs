@@ -95,8 +95,8 @@ impl Run {
             Array::from_f32(0.1), // the learning rate
         ];
         // [3, 1] and [1] lie in buffers of their own
-        for (_, shape) in rules.moments(layout.tensors()).flatten() {
-            state.push(mlx_rs::ops::zeros_dtype(&shape, Dtype::Float32).unwrap());
+        for moment in rules.moments(layout.tensors()).flatten() {
+            state.push(mlx_rs::ops::zeros_dtype(&moment.shape, Dtype::Float32).unwrap());
         }
         let host = Rc::new(Regression::default());
         let engine = Engine::new(layout.clone(), parameters, state).unwrap();

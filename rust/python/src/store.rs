@@ -19,7 +19,8 @@ mod values;
 use std::{collections::HashSet, rc::Rc, sync::Arc, thread::ThreadId};
 
 use faststep::engine::{
-    Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock, Tensor,
+    precision::Stored, Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock,
+    Tensor,
 };
 use mlx_rs::Array;
 use pyo3::{
@@ -173,8 +174,9 @@ pub struct Store {
     pub clock: Arc<StageClock>,
     /// The optimizer's update, native or traced, once a step has begun.
     pub rule: Option<Rule>,
-    drafts: bool,                // arrays that are taken over stay lazy
-    mixed: bool,                 // the optimizer updates float32 masters
+    drafts: bool, // arrays that are taken over stay lazy
+    mixed: bool,  // the optimizer updates float32 masters
+    stored: Stored,
     kept: Option<NamedAuxState>, // by an engine that is gone
     lent: bool,                  // the engine has let go of the optimizer's state
     updated: bool,               // parameters, by an engine that is gone
@@ -234,6 +236,7 @@ impl Store {
             max_norm: None,
             drafts: false,
             mixed: false,
+            stored: Stored::default(),
             kept: None,
             lent: false,
             updated: false,
@@ -370,12 +373,12 @@ impl Store {
         needs: Needs,
     ) -> PyResult<Prepared<'py>> {
         let (slots, same) = self.look_at_model(model)?;
-        if std::mem::replace(&mut self.mixed, needs.masters) != needs.masters {
-            let engine = self.engine.as_ref();
-            if engine.is_some_and(|engine| engine.layout().halves().next().is_some()) {
-                self.expose(model.py())?;
-                self.forget()?;
-            }
+        let mixes = std::mem::replace(&mut self.mixed, needs.masters) != needs.masters;
+        let stores = std::mem::replace(&mut self.stored, needs.stored) != needs.stored;
+        let halves = |engine: &Engine| engine.layout().halves().next().is_some();
+        if stores || (mixes && self.engine.as_ref().is_some_and(halves)) {
+            self.expose(model.py())?;
+            self.forget()?;
         }
         self.look_at_moments(optimizer)?;
         let mut undo = None;

@@ -47,7 +47,7 @@ pub use crate::{
         join, measure, memory,
         rebind::RebindError,
     },
-    optim::{clip, Attributes, Moment, Rules, StateLayout, UpdateOutput},
+    optim::{clip, codes, Attributes, Moment, Rules, StateLayout, UpdateOutput},
     trace::{
         Call, CallTraces, Causes, Compiled, Differentiated, Field, Guard, HeldArrays, Host, Key,
         Left, LossCall, LossOutput, Nonfinite, Options, Outputs, Part, Recipe, Replay, Role, Rule,

@@ -127,7 +127,9 @@ impl Engine {
         // a rule without a rate has one of its own; a user's optimizer, one that is not known
         let own = native.is_some() && rates.iter().any(Option::is_none);
         let rate = values.fold(if own { 1.0 } else { 0.0 }, f32::max);
-        let is_lost = if bounds.iter().any(Option::is_some) {
+        let is_lost = if native.is_some_and(Rules::is_stochastic) {
+            false // what one update loses another one makes up for
+        } else if bounds.iter().any(Option::is_some) {
             reading.stuck().is_some_and(|share| share >= NOTHING)
         } else {
             reading.share().is_some_and(|share| share >= 1.0) // whatever the sizes of the gradients

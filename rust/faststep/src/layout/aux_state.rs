@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use mlx_rs::{error::Result, ops, Array, Dtype};
 
-use super::{layout::Layout, precision};
+use super::{
+    layout::Layout,
+    precision::{self, Stored},
+};
 
 /// The sum of the weights while no window is open: no batch makes it this, so that the first of a window sees that what
 /// stands in the sums is another window's.
@@ -29,6 +32,8 @@ pub struct Needs {
     pub numbers: usize,
     /// The norm to which gradients are clipped, where it is another at each step.
     pub max_norm: bool,
+    /// The way in which the optimizer's arrays are stored.
+    pub stored: Stored,
 }
 
 /// The index of the first array of each kind in the state, where there is one.

@@ -3,6 +3,15 @@ use mlx_rs::{error::Result, ops, Array, Dtype};
 
 use crate::mlx::ops::choose;
 
+/// The way in which an update stores what it computes in float32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stored {
+    /// True if the moments of large tensors are codes of 8 bits.
+    pub codes: bool,
+    /// True if parameters and moments in bfloat16 are rounded up or down by chance.
+    pub stochastic: bool,
+}
+
 // Micikevicius et al., Mixed Precision Training (2018), with the constants of PyTorch's GradScaler; the bounds keep a
 // long run of bad or good batches from reaching zero or infinity
 const FIRST_SCALE: f32 = 65536.0;

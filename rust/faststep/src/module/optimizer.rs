@@ -1,5 +1,8 @@
 //! The optimizer's arrays of a step: laid out, and by the names that Python's `optimizer.state` has.
-use std::{collections::BTreeMap, rc::Rc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    rc::Rc,
+};
 
 use mlx_rs::{ops, Array};
 
@@ -8,7 +11,7 @@ use crate::{
     engine::{Engine, Options},
     error::{Error, Result},
     layout::Tensor,
-    optim::{Optimizer, Optimizers, Rules, StateLayout},
+    optim::{codes, Optimizer, Optimizers, Rules, StateLayout},
 };
 
 /// Arrays by name.
@@ -43,6 +46,7 @@ pub(super) fn lay_out(
         .map(|(name, array)| optimizers.rule_of(name, array))
         .collect();
     let rules = Rules::new(optimizers.rules(), of);
+    let rules = rules.stored(options.stored(), module.slots.tensors())?;
     let layout = rules.layout(module.slots.tensors().to_vec(), &[]);
     let arrays = StateLayout::new(&rules, &layout);
     let mixed = options.compute_dtype.is_some();
@@ -50,8 +54,11 @@ pub(super) fn lay_out(
     let moments = expected.enumerate().map(|(index, expected)| {
         let prefix = format!("{}{}.", prefix(&rules, rules.of()[index]), names[index]);
         let moments = arrays.moments()[index].iter().zip(&expected);
-        let moments = moments.map(|((name, _), tensor)| {
-            let name = format!("{prefix}{name}");
+        if let Some(recoded) = recoded(&prefix, &expected, saved)? {
+            return Ok(recoded);
+        }
+        let moments = moments.map(|(kind, tensor)| {
+            let name = format!("{prefix}{}", kind.name);
             moment(&name, tensor, saved.get(&name))
         });
         moments.collect::<Result<Vec<_>>>()
@@ -78,6 +85,34 @@ fn scalars(rules: &Rules, optimizers: &Optimizers, saved: &Arrays) -> Result<Vec
         }
     }
     Ok(scalars)
+}
+
+// the saved moments where codes are expected, or the other way round, in the form that is expected
+fn recoded(prefix: &str, expected: &[Tensor], saved: &Arrays) -> Result<Option<Vec<Array>>> {
+    let names: &[&str] = match expected.len() {
+        4 => &codes::PLAIN,
+        _ => &codes::CODED,
+    };
+    let found = names
+        .iter()
+        .map(|name| saved.get(&format!("{prefix}{name}")));
+    let Some(found) = found
+        .map(Option::<&Array>::cloned)
+        .collect::<Option<Vec<_>>>()
+    else {
+        return Ok(None);
+    };
+    Ok(codes::recoded(&found, expected)?)
+}
+
+/// The names that the moments of these parameters have in one form and in the other.
+pub(super) fn names(rules: &Rules, parameters: &[Rc<str>]) -> BTreeSet<String> {
+    let pairs = parameters.iter().zip(rules.of());
+    let names = pairs.flat_map(|(parameter, &rule)| {
+        let forms = codes::PLAIN.iter().chain(&codes::CODED);
+        forms.map(move |name| format!("{}{parameter}.{name}", prefix(rules, rule)))
+    });
+    names.collect()
 }
 
 // the saved array, or zeros where there is none
@@ -107,8 +142,8 @@ pub(super) fn named(rules: &Rules, engine: &Engine, names: &[Rc<str>]) -> Result
     let views = places.views(layout, state)?;
     for (tensor, (moments, views)) in places.moments().iter().zip(views).enumerate() {
         let prefix = prefix(rules, rules.of()[tensor]);
-        for ((moment, _), view) in moments.iter().zip(views) {
-            arrays.insert(format!("{prefix}{}.{moment}", names[tensor]), view);
+        for (moment, view) in moments.iter().zip(views) {
+            arrays.insert(format!("{prefix}{}.{}", names[tensor], moment.name), view);
         }
     }
     Ok(arrays)

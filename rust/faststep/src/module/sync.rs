@@ -233,7 +233,9 @@ impl<M: ModuleParameters + 'static> Step<M> {
         self.others = arrays.others;
         self.host.slots.replace(Rc::new(arrays.slots));
         let current = optimizer::named(&self.rules, &self.engine, &self.slots().parameters)?;
-        kept.optimizer.retain(|name, _| !current.contains_key(name));
+        let recoded = optimizer::names(&self.rules, &self.slots().parameters);
+        kept.optimizer
+            .retain(|name, _| !current.contains_key(name) && !recoded.contains(name));
         kept.aux_state = kept.aux_state.without(&self.slots().parameters);
         self.kept = kept;
         Ok(())

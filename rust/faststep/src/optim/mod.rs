@@ -1,10 +1,11 @@
 //! Clipping, the update rules of `mlx.optimizers` and its schedules, as operations on arrays.
 //!
-//! Uses `layout` and `mlx`.
+//! Uses `error`, `layout` and `mlx`.
 //!
 //! The way of a batch: its gradients are clipped (`clip`), then `Rules` updates every buffer by its rule, with the
-//! learning rate that a schedule gives. The rules are listed in `optimizer`, each in a file of its own there.
+//! learning rate that a schedule gives; `codes` stores its moments in 8 bits. The rules are listed in `optimizer`, each in a file of its own there.
 pub mod clip;
+pub mod codes;
 pub mod optimizer;
 mod optimizers;
 mod rules;

@@ -5,12 +5,16 @@ use std::{collections::HashMap, ops::Range};
 
 use mlx_rs::{
     error::{Exception, Result},
-    Array,
+    Array, Dtype,
 };
 
-use super::optimizer::{Given, Moment, Optimizer, Updated};
+use super::{
+    codes::{self, block},
+    optimizer::{Given, Moment, Optimizer, Updated},
+};
 use crate::{
-    layout::{Layout, Tensor},
+    error::Error,
+    layout::{precision::Stored, Layout, Tensor},
     mlx::ops::choose,
 };
 
@@ -21,6 +25,7 @@ pub struct Rules {
     rules: Vec<Optimizer>,
     of: Vec<usize>,
     takes_numbers: bool, // the numbers of options are arrays
+    stored: Stored,
 }
 
 /// The outputs of an update.
@@ -50,6 +55,19 @@ struct Head {
     scheduled: bool,
 }
 
+impl Head {
+    // what is new in the state
+    fn updated(self, state: &[Array], good: Option<&Array>) -> Result<Vec<(usize, Array)>> {
+        let step = choose(good, self.step, &state[self.at])?;
+        let mut new = vec![(self.at, step)];
+        if let (Some(rate), true) = (self.rate, self.scheduled) {
+            let rate = choose(good, rate, &state[self.at + 1])?;
+            new.push((self.at + 1, rate));
+        }
+        Ok(new)
+    }
+}
+
 impl Rules {
     /// `of`: for each tensor, the rule that updates it.
     #[must_use]
@@ -58,6 +76,65 @@ impl Rules {
             rules,
             of,
             takes_numbers: false,
+            stored: Stored::default(),
+        }
+    }
+
+    /// The same with another way of storing what they compute for these tensors.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where a rule cannot: the message names it.
+    pub fn stored(mut self, stored: Stored, tensors: &[Tensor]) -> crate::error::Result<Self> {
+        let option = match stored {
+            Stored { codes: true, .. } => "state_bits",
+            Stored {
+                stochastic: true, ..
+            } => "stochastic_rounding",
+            _ => return Ok(self),
+        };
+        let coded = |rule: &&Optimizer| matches!(rule, Optimizer::Adam(_) | Optimizer::AdamW(_));
+        if let Some(other) = self.rules.iter().find(|rule| !coded(rule)) {
+            return Err(Error::Invalid(format!(
+                "{option}: expected Adam or AdamW, got {}: take one of these, or leave the option out",
+                other.class()
+            )));
+        }
+        if stored.stochastic && !tensors.iter().any(|tensor| tensor.dtype == Dtype::Bfloat16) {
+            return Err(Error::Invalid(
+                "stochastic_rounding: expected trainable parameters in bfloat16, got none: leave the option out".into(),
+            ));
+        }
+        self.stored = stored;
+        Ok(self)
+    }
+
+    /// Return whether moments are codes.
+    #[must_use]
+    pub fn are_coded(&self) -> bool {
+        self.stored.codes
+    }
+
+    /// Return whether bfloat16 is rounded by chance.
+    #[must_use]
+    pub fn is_stochastic(&self) -> bool {
+        self.stored.stochastic
+    }
+
+    // the size of a tensor's blocks, where its moments are codes
+    fn block(&self, tensor: &Tensor) -> Option<i32> {
+        self.stored.codes.then(|| block(tensor.size())).flatten()
+    }
+
+    // whether the update of a tensor is stored in another way than it is computed; `dtype`: that of what is updated
+    fn stores(&self, tensor: &Tensor, dtype: Dtype) -> bool {
+        let rounds = self.stored.stochastic && dtype == Dtype::Bfloat16 && tensor.size() > 0;
+        rounds || self.block(tensor).is_some()
+    }
+
+    fn moments_of(&self, rule: usize, tensor: &Tensor) -> Vec<Moment> {
+        match self.block(tensor) {
+            Some(block) => codes::moments(tensor.size(), block),
+            None => self.rules[rule].moments(&tensor.shape),
         }
     }
 
@@ -110,7 +187,7 @@ impl Rules {
     /// The state of each tensor.
     pub fn moments<'a>(&'a self, tensors: &'a [Tensor]) -> impl Iterator<Item = Vec<Moment>> + 'a {
         let pairs = self.of.iter().zip(tensors);
-        pairs.map(|(&rule, tensor)| self.rules[rule].moments(&tensor.shape))
+        pairs.map(|(&rule, tensor)| self.moments_of(rule, tensor))
     }
 
     /// Return whether all tensors are updated element by element.
@@ -125,16 +202,15 @@ impl Rules {
     /// `doubles`: pairs of tensors that are one, as [`Layout::with_doubles`] takes them.
     #[must_use]
     pub fn layout(&self, tensors: Vec<Tensor>, doubles: &[(usize, usize)]) -> Layout {
-        let mut stacks = HashMap::new();
+        let mut groups = HashMap::new();
         let given = self.of.iter().zip(&tensors).enumerate();
         let keys = given.map(|(at, (&rule, tensor))| {
             let double = doubles.iter().any(|&(a, b)| a == at || b == at);
-            if !double && self.rules[rule].is_elementwise(&tensor.shape) {
-                return rule;
-            }
-            let next = self.rules.len() + stacks.len();
-            let stack = (rule, &tensor.shape, double.then_some(at));
-            *stacks.entry(stack).or_insert(next)
+            let stacked = !self.rules[rule].is_elementwise(&tensor.shape);
+            let shape = stacked.then_some(&tensor.shape);
+            let group = (rule, self.block(tensor), shape, double.then_some(at));
+            let next = groups.len();
+            *groups.entry(group).or_insert(next)
         });
         let keys: Vec<_> = keys.collect();
         Layout::flat(tensors, &keys).with_doubles(doubles)
@@ -145,6 +221,7 @@ impl Rules {
     pub fn replaced(&self, new: Self, tensors: &[Tensor]) -> Option<Self> {
         let kind = |rule: &Optimizer| (std::mem::discriminant(rule), rule.has_rate());
         let same = self.of == new.of
+            && self.stored == new.stored
             && self.rules.iter().map(kind).eq(new.rules.iter().map(kind))
             && self.moments(tensors).eq(new.moments(tensors));
         same.then_some(new)
@@ -186,7 +263,7 @@ impl Rules {
             let start = end;
             if let Some(first) = layout.members(buffer).next() {
                 let tensor = &layout.tensors()[first];
-                end += self.rules[self.of[first]].moments(&tensor.shape).len();
+                end += self.moments_of(self.of[first], tensor).len();
             }
             start..end
         });
@@ -216,14 +293,18 @@ impl Rules {
             let shape = &layout.tensors()[first].shape;
             let stacked = layout.single(buffer).is_none() && !rule.is_elementwise(shape);
             let rate = head.rate.as_ref();
+            let stored = self.stores(&layout.tensors()[first], weight.dtype());
+            let dtype = if stored {
+                Dtype::Float32
+            } else {
+                gradient.dtype()
+            };
             let given = Given {
                 rule,
                 gradient,
                 parameter: weight,
                 moments: old,
-                rate: rate
-                    .map(|rate| rate.as_dtype(gradient.dtype()))
-                    .transpose()?,
+                rate: rate.map(|rate| rate.as_dtype(dtype)).transpose()?,
                 numbers: numbers[self.of[first]],
                 step: &head.step,
                 take: good,
@@ -231,6 +312,8 @@ impl Rules {
             };
             let (weight, new) = if stacked {
                 update_stack(rule, shape, &given)?
+            } else if stored {
+                codes::update(rule, &given, self.stored.stochastic, buffer)?
             } else {
                 rule.update(&given)?
             };
@@ -238,12 +321,7 @@ impl Rules {
             new_state.extend(place.zip(new));
         }
         for head in heads {
-            let step = choose(good, head.step, &state[head.at])?;
-            new_state.push((head.at, step));
-            if let (Some(rate), true) = (head.rate, head.scheduled) {
-                let rate = choose(good, rate, &state[head.at + 1])?;
-                new_state.push((head.at + 1, rate));
-            }
+            new_state.extend(head.updated(state, good)?);
         }
         Ok(UpdateOutput {
             parameters,
@@ -295,7 +373,7 @@ fn update_stack(rule: &Optimizer, shape: &[i32], given: &Given) -> Updated {
     let stack = |array: &Array, shape: &[i32]| array.reshape(&[&[-1], shape].concat());
     let pairs = given.moments.iter().zip(rule.moments(shape));
     let moments: Vec<Array> = pairs
-        .map(|(old, (_, shape))| stack(old, &shape))
+        .map(|(old, moment)| stack(old, &moment.shape))
         .collect::<Result<_>>()?;
     let (gradient, parameter) = (
         stack(given.gradient, shape)?,

@@ -54,8 +54,11 @@ impl StateLayout {
             } else {
                 tensor.dtype
             };
-            let shapes = moments.iter().map(|(_, shape)| shape.clone());
-            shapes.map(|shape| Tensor { shape, dtype }).collect()
+            let tensors = moments.iter().map(|moment| Tensor {
+                shape: moment.shape.clone(),
+                dtype: moment.dtype.unwrap_or(dtype),
+            });
+            tensors.collect()
         })
     }
 
@@ -91,7 +94,7 @@ impl StateLayout {
         for (buffer, place) in self.places.iter().enumerate() {
             let arrays = state.get(place.clone()).unwrap_or_default();
             for (nth, array) in arrays.iter().enumerate() {
-                let shape = |tensor: usize| &*self.moments[tensor][nth].1;
+                let shape = |tensor: usize| &*self.moments[tensor][nth].shape;
                 let parts = layout.views_of(buffer, array, shape)?;
                 for (tensor, part) in layout.members(buffer).zip(parts) {
                     views[tensor].push(part);

@@ -4,7 +4,10 @@ use mlx_rs::Dtype;
 use super::Guard;
 use crate::{
     error::{Error, Result},
-    layout::{aux_state::Needs, precision},
+    layout::{
+        aux_state::Needs,
+        precision::{self, Stored},
+    },
     optim::Optimizer,
 };
 
@@ -79,6 +82,10 @@ pub struct Options {
     pub compute_dtype: Option<Dtype>,
     /// Keep a moving average of the parameters: `decay * average + (1 - decay) * parameter` after every update.
     pub ema_decay: Option<f64>,
+    /// Keep the moments of Adam and AdamW in 8 bits, those of tensors of fewer than 4,096 elements apart; `None`: as they are.
+    pub state_bits: Option<usize>,
+    /// Compute the update of bfloat16 parameters in float32, and round up or down by chance, so that no update is lost.
+    pub stochastic_rounding: bool,
     /// Compile the step. Without, the loss function is called at every step.
     pub compile: bool,
     /// Replay of steps.
@@ -105,6 +112,8 @@ impl Default for Options {
             max_loss: None,
             compute_dtype: None,
             ema_decay: None,
+            state_bits: None,
+            stochastic_rounding: false,
             compile: true,
             replay: Replay::Auto,
             in_flight: 2,
@@ -183,6 +192,8 @@ setters! {
     max_loss: impl Into<Option<f64>>,
     compute_dtype: impl Into<Option<Dtype>>,
     ema_decay: impl Into<Option<f64>>,
+    state_bits: impl Into<Option<usize>>,
+    stochastic_rounding: bool,
     compile: bool,
     replay: Replay,
     in_flight: usize,
@@ -234,6 +245,13 @@ impl Options {
         if let Some(decay) = self.ema_decay.filter(|decay| !(0.0..1.0).contains(decay)) {
             return refused("ema_decay", "a number from 0 to below 1 or None", decay);
         }
+        if let Some(bits) = self.state_bits.filter(|&bits| bits != 8) {
+            return refused("state_bits", "8 or None", bits);
+        }
+        if self.stochastic_rounding && self.compute_dtype.is_some() {
+            let expected = "false where compute_dtype has the update work on float32 masters";
+            return refused("stochastic_rounding", expected, true);
+        }
         if self.accumulate == 0 {
             return refused("accumulate", "a number from 1 on", self.accumulate);
         }
@@ -263,6 +281,15 @@ impl Options {
         })
     }
 
+    /// The way in which an update stores what it computes.
+    #[must_use]
+    pub fn stored(&self) -> Stored {
+        Stored {
+            codes: self.state_bits.is_some(),
+            stochastic: self.stochastic_rounding,
+        }
+    }
+
     /// Return whether a step that is not taken is an error.
     #[must_use]
     pub fn raises(&self) -> bool {
@@ -278,6 +305,7 @@ impl Options {
             window,
             scale: precision::scales(self.compute_dtype),
             losses: window && self.reduced,
+            stored: self.stored(),
             ..Needs::default()
         }
     }

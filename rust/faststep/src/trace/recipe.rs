@@ -62,6 +62,7 @@ impl Recipe {
         else {
             return false;
         };
-        !join::is_cuda() && !rules.are_elementwise(self.layout.tensors())
+        let is_one = rules.are_elementwise(self.layout.tensors()) && !rules.are_coded();
+        !join::is_cuda() && !is_one
     }
 }

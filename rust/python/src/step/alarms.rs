@@ -212,7 +212,7 @@ impl Alarms {
             let is_half =
                 engine.layout().halves().next().is_some() && engine.places().masters.is_none();
             let (precision, way) = if is_half {
-                let way = "Keep float32 masters with Step(..., compute_dtype=mx.bfloat16), or raise the learning rate";
+                let way = "Keep float32 masters (compute_dtype=mx.bfloat16), round by chance (stochastic_rounding=True), or raise the learning rate";
                 ("the parameters' half precision is", way)
             } else {
                 ("float32 is", "Raise the learning rate, or scale the loss")

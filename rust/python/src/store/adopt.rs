@@ -2,11 +2,18 @@
 use std::rc::Rc;
 
 use faststep::{
-    engine::{precision::wide, Engine, Layout, Needs, Rule},
+    engine::{
+        precision::{wide, Stored},
+        Engine, Layout, Needs, Rule,
+    },
     Optimizer,
 };
 use mlx_rs::Array;
-use pyo3::{exceptions::PyIndexError, intern, prelude::*};
+use pyo3::{
+    exceptions::{PyIndexError, PyValueError},
+    intern,
+    prelude::*,
+};
 
 use super::{class_name, first_state::depends_on_values, native::Native, ModelSignature, Store};
 use crate::{
@@ -82,6 +89,12 @@ impl Store {
             unlocked(py, || {
                 take(Rc::new(native.layout), parameters, native.state)
             })
+        } else if self.stored != Stored::default() {
+            let why = self.why_called(optimizer, None)?;
+            return Err(PyValueError::new_err(format!(
+                "state_bits, stochastic_rounding: expected an update that the step computes itself, got one that it calls, because \
+                 {why}: leave these options out",
+            )));
         } else {
             self.rule = Some(Rule::Host);
             let layout = Layout::separate(signature.tensors());
@@ -140,7 +153,13 @@ impl Store {
     ) -> PyResult<Option<Native>> {
         let doubles = signature.doubles();
         let given = (signature.paths(), signature.tensors());
-        Native::find(optimizer, given, &doubles, trainable, self.mixed)
+        Native::find(
+            optimizer,
+            given,
+            &doubles,
+            trainable,
+            (self.mixed, self.stored),
+        )
     }
 
     /// Return the reason why the optimizer's own code is called. `reason`: what is known of its update.

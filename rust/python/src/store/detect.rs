@@ -13,7 +13,7 @@ use super::{
     ModelSignature, Numbers, OptionTrees, Store,
 };
 use crate::{
-    mlx::{bridge, classes::has_own_methods},
+    mlx::{bridge, classes::has_own_methods, errors::to_python},
     optimizer::{native_rules, traceable_rates},
     tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
@@ -191,7 +191,10 @@ impl Store {
         if let Some(Rule::Native(old)) = &self.rule {
             let paths = self.signature()?.paths();
             let new = native_rules(optimizer, &paths, || self.trainable(model))?;
-            let new = new.and_then(|new| old.replaced(new, layout.tensors()));
+            let tensors = layout.tensors();
+            let new = new.map(|new| new.stored(self.stored, tensors)).transpose();
+            let new = new.map_err(|error| to_python(&error))?;
+            let new = new.and_then(|new| old.replaced(new, tensors));
             let Some(rules) = new else {
                 return Ok(None);
             };

@@ -54,6 +54,7 @@ impl Store {
         to.lent
             && self.thread == to.thread
             && self.mixed == to.mixed
+            && self.stored == to.stored
             && engine.can_lend(other)
             && match (&to.rule, places) {
                 (Some(Rule::Native(rules)), Some(places)) => {

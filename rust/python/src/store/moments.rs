@@ -2,7 +2,7 @@
 //!
 //! The dicts are MLX's own and stay where they are. Between steps their arrays are hollow, unless somebody holds one of
 //! the dicts or has read the property since: then they are views of the buffers.
-use faststep::engine::{Engine, Rules, StateLayout};
+use faststep::engine::{codes, Engine, Rules, StateLayout, Tensor};
 use mlx_rs::Array;
 use pyo3::{
     prelude::*,
@@ -10,7 +10,10 @@ use pyo3::{
 };
 
 use crate::{
-    mlx::{bridge, errors::to_python},
+    mlx::{
+        bridge,
+        errors::{mlx, to_python},
+    },
     optimizer::{leaves, state},
     tree::slot::{Place, Slot},
 };
@@ -63,12 +66,14 @@ impl Key {
 }
 
 impl Moments {
-    /// Find the entry of each path in an initialised optimizer's state; `None` where one is missing.
+    /// Find the entry of each path in an initialised optimizer's state; `None` where one is missing. `expected`: the forms of its
+    /// arrays.
     pub fn find(
         optimizer: &Bound<'_, PyAny>,
         paths: &[Vec<String>],
         rules: &Rules,
         layout: StateLayout,
+        expected: &[Vec<Tensor>],
     ) -> PyResult<Option<Self>> {
         let states = leaves(optimizer)
             .iter()
@@ -87,6 +92,7 @@ impl Moments {
                 return Ok(None);
             }
         }
+        moments.recode(optimizer.py(), expected)?;
         let shown = moments.slots(optimizer.py())?;
         let arrays = shown.iter().map(|slot| bridge::get(&slot.object)).collect();
         moments.shown = arrays;
@@ -118,6 +124,34 @@ impl Moments {
         Some(())
     }
 
+    // put codes in the place of moments, or moments in that of codes, where the others are expected
+    fn recode(&self, py: Python<'_>, expected: &[Vec<Tensor>]) -> PyResult<()> {
+        for (at, entry) in self.entries.iter().enumerate() {
+            let (entry, names) = (entry.bind(py), &self.layout.moments()[at]);
+            let others: &[&str] = match names.len() {
+                4 => &codes::PLAIN,
+                _ => &codes::CODED,
+            };
+            let found = others.iter().map(|name| entry.get_item(name));
+            let found = found.collect::<PyResult<Vec<_>>>()?;
+            let found: Option<Vec<Array>> =
+                found.iter().map(|it| bridge::get(it.as_ref()?)).collect();
+            let Some(found) = found else {
+                continue;
+            };
+            let Some(made) = codes::recoded(&found, &expected[at]).map_err(mlx)? else {
+                continue;
+            };
+            for name in others {
+                entry.del_item(name)?;
+            }
+            for (moment, array) in names.iter().zip(&made) {
+                entry.set_item(PyString::intern(py, moment.name), bridge::wrap(py, array)?)?;
+            }
+        }
+        Ok(())
+    }
+
     fn part<'a, 'py>(&'a self, py: Python<'py>, part: Part) -> &'a Bound<'py, PyAny> {
         match part {
             Part::Member(at) => self.members[at].bind(py).as_any(),
@@ -139,8 +173,8 @@ impl Moments {
     fn slots<'py>(&self, py: Python<'py>) -> PyResult<Vec<Slot<'py>>> {
         let mut slots = Vec::new();
         for (entry, moments) in self.entries.iter().zip(self.layout.moments()) {
-            for (name, _) in moments {
-                slots.extend(slot(entry.bind(py), name)?);
+            for moment in moments {
+                slots.extend(slot(entry.bind(py), moment.name)?);
             }
         }
         Ok(slots)

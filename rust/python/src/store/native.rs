@@ -1,6 +1,9 @@
 //! The initial rules, layout, dicts and arrays of a Python optimizer that the engine updates.
 use faststep::{
-    engine::{precision::wide, Layout, Rules, StateLayout, Tensor},
+    engine::{
+        precision::{wide, Stored},
+        Layout, Rules, StateLayout, Tensor,
+    },
     Optimizer,
 };
 use mlx_rs::Array;
@@ -8,7 +11,10 @@ use pyo3::prelude::*;
 
 use super::moments::Moments;
 use crate::{
-    mlx::{bridge, errors::mlx},
+    mlx::{
+        bridge,
+        errors::{mlx, to_python},
+    },
     optimizer::native_rules,
 };
 
@@ -34,7 +40,7 @@ impl Native {
         (paths, tensors): (Vec<Vec<String>>, Vec<Tensor>),
         doubles: &[(usize, usize)],
         trainable: &Bound<'_, PyAny>,
-        mixed: bool,
+        (mixed, stored): (bool, Stored),
     ) -> PyResult<Option<Self>> {
         if !tensors.iter().all(|t| Optimizer::supports(t.dtype)) {
             return Ok(None);
@@ -42,17 +48,21 @@ impl Native {
         let Some(rules) = native_rules(optimizer, &paths, || Ok(trainable.clone()))? else {
             return Ok(None);
         };
+        let rules = rules
+            .stored(stored, &tensors)
+            .map_err(|error| to_python(&error))?;
         if !doubles.is_empty() && rules.rules().len() > 1 {
             return Ok(None); // which update counts depends on how they are merged
         }
         let layout = rules.layout(tensors, doubles);
         let places = StateLayout::new(&rules, &layout);
-        let Some(moments) = Moments::find(optimizer, &paths, &rules, places)? else {
+        let expected: Vec<_> = places.expected(&layout, mixed).collect();
+        let Some(moments) = Moments::find(optimizer, &paths, &rules, places, &expected)? else {
             return Ok(None);
         };
         let (Some(scalars), Some(arrays)) = (
             moments.scalars(optimizer.py())?,
-            arrays(&moments, &layout, mixed)?,
+            arrays(&moments, expected, mixed)?,
         ) else {
             return Ok(None);
         };
@@ -70,10 +80,13 @@ impl Native {
 }
 
 // moments by tensor; None if one has another shape or dtype: then the optimizer's own update is traced
-fn arrays(moments: &Moments, layout: &Layout, mixed: bool) -> PyResult<Option<Vec<Vec<Array>>>> {
+fn arrays(
+    moments: &Moments,
+    expected: Vec<Vec<Tensor>>,
+    mixed: bool,
+) -> PyResult<Option<Vec<Vec<Array>>>> {
     let widened = |dtype| if mixed { wide(dtype) } else { dtype };
-    let expected = moments.layout().expected(layout, mixed);
-    let mut all = Vec::with_capacity(layout.tensors().len());
+    let mut all = Vec::with_capacity(expected.len());
     for (arrays, expected) in moments.arrays().into_iter().zip(expected) {
         let arrays = arrays.iter().map(|a| a.as_dtype(widened(a.dtype())));
         let arrays = arrays.collect::<Result<Vec<_>, _>>().map_err(mlx)?;

@@ -204,12 +204,12 @@ Loop of_two_bools(mx::Dtype dtype, unsigned single) {
 
 template <typename Op>
 Loop comparison(mx::Dtype dtype, unsigned single) {
-  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, bool>(
+  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(
       dtype, [=]<typename T>() { return with_single<Op, T, bool>(single); });
 }
 
 Loop selection(mx::Dtype dtype, unsigned single) {
-  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, bool>(dtype, [=]<typename T>() -> Loop {
+  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(dtype, [=]<typename T>() -> Loop {
     constexpr Loop all[] = {
         select<T, false, false, false>, select<T, true, false, false>, select<T, false, true, false>,
         select<T, true, true, false>,   select<T, false, false, true>, select<T, true, false, true>,
@@ -278,8 +278,8 @@ Loop loop_of(std::string_view operation, mx::Dtype dtype, unsigned single) {
 }
 
 Loop cast_of(mx::Dtype from, mx::Dtype to) {
-  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, bool>(from, [to]<typename From>() {
-    return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, bool>(
+  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(from, [to]<typename From>() {
+    return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(
         to, []<typename To>() -> Loop { return cast<From, To>; });
   });
 }

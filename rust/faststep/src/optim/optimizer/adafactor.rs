@@ -114,13 +114,13 @@ impl Rule for Adafactor {
     fn moments(&self, shape: &[i32]) -> Vec<Moment> {
         let mut moments = match shape {
             [rest @ .., rows, columns] => vec![
-                ("exp_avg_sq_row", [rest, &[*rows]].concat()),
-                ("exp_avg_sq_col", [rest, &[*columns]].concat()),
+                Moment::new("exp_avg_sq_row", [rest, &[*rows]].concat()),
+                Moment::new("exp_avg_sq_col", [rest, &[*columns]].concat()),
             ],
-            _ => vec![("exp_avg_sq", shape.to_vec())],
+            _ => vec![Moment::new("exp_avg_sq", shape.to_vec())],
         };
         if self.beta_1.is_some() {
-            moments.push(("exp_avg", shape.to_vec()));
+            moments.push(Moment::new("exp_avg", shape.to_vec()));
         }
         moments
     }

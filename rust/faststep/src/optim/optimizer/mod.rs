@@ -58,6 +58,14 @@ macro_rules! rules {
                 }
             }
 
+            /// The name of the class in `mlx.optimizers`.
+            #[must_use]
+            pub fn class(&self) -> &'static str {
+                match self {
+                    $(Self::$name(_) => $class,)*
+                }
+            }
+
             /// Return whether a tensor of this shape is updated element by element, so that it may share a buffer with
             /// others.
             #[must_use]

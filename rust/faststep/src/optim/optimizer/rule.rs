@@ -8,8 +8,23 @@ use mlx_rs::{
 
 use crate::mlx::ops::{choose, scalar};
 
-/// A name in a tensor's part of `optimizer.state`, and the shape of the array behind it.
-pub type Moment = (&'static str, Vec<i32>);
+/// An array in a tensor's part of `optimizer.state`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// The name.
+    pub name: &'static str,
+    /// The shape.
+    pub shape: Vec<i32>,
+    /// The dtype; `None`: that in which the tensor is updated.
+    pub dtype: Option<Dtype>,
+}
+
+impl Moment {
+    pub(super) fn new(name: &'static str, shape: Vec<i32>) -> Self {
+        let dtype = None;
+        Self { name, shape, dtype }
+    }
+}
 
 /// The attributes of an optimizer of `mlx.optimizers`, by their names; `None` for one that is missing or of another type.
 pub trait Attributes {
@@ -134,7 +149,10 @@ pub(super) trait Rule: Fields {
 
 /// Moments of these names, each of the tensor's shape.
 pub(super) fn like(shape: &[i32], names: &[&'static str]) -> Vec<Moment> {
-    names.iter().map(|name| (*name, shape.to_vec())).collect()
+    let moments = names.iter();
+    moments
+        .map(|name| Moment::new(name, shape.to_vec()))
+        .collect()
 }
 
 /// The arrays of one update.
@@ -208,7 +226,7 @@ impl Given<'_> {
     }
 
     /// The error of a rule with other moments than it keeps.
-    pub(super) fn refuse_moments(&self, expected: usize) -> Exception {
+    pub(in crate::optim) fn refuse_moments(&self, expected: usize) -> Exception {
         let (rule, got) = (self.rule, self.moments.len());
         Exception::custom(format!("{rule:?}: expected {expected} moments, got {got}"))
     }
@@ -219,7 +237,7 @@ impl Given<'_> {
     }
 
     /// The new parameter where the update is taken, and the old one otherwise, with the moments.
-    pub(super) fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
+    pub(in crate::optim) fn updated(&self, parameter: Array, moments: Vec<Array>) -> Updated {
         Ok((choose(self.take, parameter, self.parameter)?, moments))
     }
 
