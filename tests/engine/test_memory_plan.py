@@ -32,7 +32,7 @@ MEASURE = """
     model, batch = {model}
     optimizer = {optimizer}
     mx.eval(model.parameters(), batch)
-    step = faststep.Step(model, optimizer, {loss}, {options})
+    step = faststep.Step(model, optimizer, {loss}, replay=False, {options})
     plan = step.memory_plan(*batch)
     one = mx.array(1.0)
 

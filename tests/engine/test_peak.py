@@ -41,7 +41,7 @@ MEASURE = """
         return loss, None
 
     if {ours}:
-        options = {{"max_grad_norm": {max_grad_norm}, "accumulate": {accumulate}}}
+        options = {{"max_grad_norm": {max_grad_norm}, "accumulate": {accumulate}, "replay": False}}
         step = faststep.Step(model, optimizer, {loss}, **options, {options})
     else:
         optimizer.init(model.trainable_parameters())

@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 from faststep import Step
 from support.helpers import Row, assert_close, snapshot
+from support.places import Child
+from support.plans import BLOCKS, GPT24
 from support.replays import NEEDS_CPU, NEEDS_REPLAY, STEPS, is_captured, replayed, tolerance
 
 pytestmark = [NEEDS_REPLAY, pytest.mark.timeout(600)]  # a first kernel of each kind costs seconds of CUDA's compiler
@@ -99,3 +101,33 @@ def test_captures_on_a_cpu_share_their_memory() -> None:
     assert len(step.stats.traces) == 10
     assert held[-1] <= 1.1 * held[0], held
     assert_close(ends[1], ends[0], 0)
+
+
+PEAK = """
+import mlx.optimizers as optim
+import mlx.core as mx
+from faststep import Step
+from support.plans import *
+from support.replays import STEPS, is_captured, replayed
+
+mx.random.seed(0)
+model, batch = {model}
+mx.eval(model.parameters(), batch)
+step = Step(model, optim.AdamW(1e-3), cross_entropy, max_grad_norm=1.0, replay={replay})
+for _ in range(2 * STEPS):
+    step(*batch)
+step.synchronize()
+assert not {replay} or is_captured(step), replayed(step)
+mx.reset_peak_memory()
+for _ in range(STEPS):
+    step(*batch)
+step.synchronize()
+print(max(mx.get_peak_memory(), mx.get_active_memory()))  # a replayed step may allocate nothing
+"""
+
+
+@NEEDS_CPU
+@pytest.mark.parametrize("model", [GPT24, "transformer(256, 128, 4, (4, 64))", "mlp(128, 128, 64)", BLOCKS])
+def test_a_captured_step_has_the_peak_of_an_evaluated_one(model: str, child: Child) -> None:
+    evaluated, captured = (int(child(PEAK.format(model=model, replay=replay)).stdout) for replay in (False, True))
+    assert captured <= 1.02 * evaluated

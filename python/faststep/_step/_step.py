@@ -144,17 +144,16 @@ class Step(Generic[M, T]):
             compile: Compile the step. False: evaluate it operation by operation.
             replay: Record a step once and launch it again: as one CUDA graph, or on a CPU as a list of tasks that the
                 calling thread runs. "auto" (the default): a trace that MLX has evaluated a few times is captured if
-                that takes no more than half of the free memory, and compared with MLX's evaluation of one step. If
-                both agree it is launched from then on; if not, MLX evaluates further steps. On a CPU two steps are
-                compared, to the bit, once the kernels are compiled; a step is done when the call returns, and a
-                capture is dropped that is no faster than MLX (docs/environment.md). True: as soon as a step's memory
-                has been measured, with a warning where it cannot be. False: never. `stats.traces`
-                says what was captured, and why a trace is not replayed. What the model and the optimizer then hold are
-                lazy copies, which any thread may evaluate between two steps; to evaluate all of them after each step
-                costs a copy of all parameters each time. A capture keeps the memory of a step between steps
-                (`memory_plan` says how much, `stats.bytes` what it is). It is dropped if less than 1/32 of
-                `mx.get_memory_limit()` is free when a step begins; a shortage of memory during other work is not
-                noticed.
+                that takes no more than half of the free memory (on a CPU 1/32), and compared with MLX's evaluation of
+                one step. If both agree it is launched from then on; if not, MLX evaluates further steps. On a CPU two
+                steps are compared, to the bit, once the kernels are compiled; a step is done when the call returns, and
+                a capture is dropped that is no faster than MLX (docs/environment.md). True: as soon as a step's memory
+                has been measured, with a warning where it cannot be. False: never. `stats.traces` says what was
+                captured, and why a trace is not replayed. What the model and the optimizer then hold are lazy copies,
+                which any thread may evaluate between two steps; to evaluate all of them after each step costs a copy of
+                all parameters each time. A capture keeps the memory of a step between steps (`memory_plan` says how
+                much, `stats.bytes` what it is). It is dropped if less than 1/32 of `mx.get_memory_limit()` is free when
+                a step begins; a shortage of memory during other work is not noticed.
             in_flight: How many steps may still run on the device when a call returns; only one, if it holds more than 1
                 GiB of activations.
             max_traces: How many compiled steps are kept; the least recently used one is dropped first.

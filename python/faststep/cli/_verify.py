@@ -60,7 +60,7 @@ def verify_resume(
         _finish(whole, launch)
         seconds = _seconds(whole)
         typer.echo(f"  {seconds:.1f} s after the first one\nthe same, killed {kills} times ...")
-        dead = _kill(killed, kills, seconds, random.Random(seed), launch)
+        dead = _kill(killed, kills, _steps(whole), random.Random(seed), launch)
         _finish(killed, launch)
         _compare(whole, killed)
         if kills and not dead:
@@ -120,7 +120,7 @@ def _finish(run: Path, launch: Launch | None) -> None:
         raise Exit(f"the training failed with exit code {code}:\n{said[-3000:]}", FAILED)
 
 
-def _kill(run: Path, kills: int, seconds: float, rng: random.Random, launch: Launch | None) -> int:
+def _kill(run: Path, kills: int, steps: int, rng: random.Random, launch: Launch | None) -> int:
     """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint.
 
     Returns:
@@ -130,11 +130,10 @@ def _kill(run: Path, kills: int, seconds: float, rng: random.Random, launch: Lau
     for number in range(1, kills + 1):
         before = _steps(run)
         training = _Training(run, launch)
-        while not training.is_over and _steps(run) == before:
+        last = before + rng.uniform(0.0, 1.0) * (steps - 2) / kills
+        while not training.is_over and _steps(run) <= last:
             time.sleep(0.01)
         what = "killed"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            training.wait(rng.uniform(0.0, 1.0) * seconds / kills)
         if number % 4 == 0:
             what = "killed while it wrote a checkpoint,"
             while not training.is_over and not any((run / "checkpoints").glob(".*.partial")):

@@ -29,8 +29,9 @@ pub(super) use resident::Resident;
 
 /// So many evaluations by MLX before a trace is captured, where that is left to the engine, and where it is asked for.
 const RUNS: (usize, usize) = (4, 1);
-/// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free.
-const SHARE: usize = 2;
+/// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free: on a GPU, and on
+/// a CPU, whose memory others use, too.
+const SHARE: (usize, usize) = (2, 32);
 /// What it takes to build an operation and to hand it to a CPU's worker, at most; left to the engine, a trace is captured where
 /// that is this part of a step, or more.
 const SECONDS: f64 = 1e-5;
@@ -276,10 +277,12 @@ impl Engine {
             Some(resident) if resident.fits(self.value_refs()) => 0,
             _ => self.value_refs().map(Array::nbytes).sum::<usize>(),
         };
-        let needed = state + captured(bytes) + reserve();
+        let needed = state + captured(bytes);
+        let left = memory::free().saturating_sub(reserve());
         let free = match trace.recipe.options.replay {
-            Replay::Auto => memory::free() / SHARE,
-            _ => memory::free(),
+            Replay::Auto if replay::is_on_cpu() => left / SHARE.1,
+            Replay::Auto => left / SHARE.0,
+            _ => left,
         };
         (needed > free).then(|| format!("a capture takes {needed} bytes, and may take {free}"))
     }
