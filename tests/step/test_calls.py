@@ -243,14 +243,19 @@ def test_each_option_of_fast_step_is_the_one_of_its_name() -> None:
         "sync": "broadcast",
         "check_ranks": 9,
     }
-    assert given.keys() == set(Options._fields)
-    assert all(repr(given[name]) != repr(default) for name, default in Options._field_defaults.items())
-    model, optimizer = nn.Linear(2, 1), optim.SGD(0.1)
-    fast_step(model, optimizer, lambda model, x: (model(x).sum(), mx.array(1.0)), mx.ones((3, 2)), **given)
-    hung = StepCache.at(model, optimizer)
-    assert hung is not None
-    kept = [program.options for _, _, program, _ in hung.programs.values()]
-    assert kept == [Options(**given)]
+    of_adam: dict[str, Any] = {"state_bits": 8, "stochastic_rounding": True}  # without masters or `transform`
+    assert given.keys() | of_adam.keys() == set(Options._fields)
+    changed = given | of_adam
+    assert all(repr(changed[name]) != repr(default) for name, default in Options._field_defaults.items())
+    for options, optimizer in ((given, optim.SGD(0.1)), (of_adam, optim.Adam(0.1))):
+        model = nn.Linear(2, 1)
+        model.set_dtype(mx.bfloat16 if options is of_adam else mx.float32)
+        loss_fn = lambda model, x: (model(x).sum(), mx.array(1.0))  # noqa: E731
+        fast_step(model, optimizer, loss_fn, mx.ones((3, 2)), **options)
+        hung = StepCache.at(model, optimizer)
+        assert hung is not None
+        kept = [program.options for _, _, program, _ in hung.programs.values()]
+        assert kept == [Options(**options)]
 
 
 def test_fast_step_tells_of_models_that_are_made_at_each_call() -> None:
