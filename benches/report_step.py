@@ -8,7 +8,7 @@ from typing import Any
 from markdown import megabytes, spread, table
 from ways import BOUND, COMPILED, FAST
 
-STEP = """The same training step in several ways: AdamW, gradients clipped to norm 1.0, then parameters, optimizer
+STEP = """One training step, computed in several ways: AdamW, gradients clipped to norm 1.0, then parameters, optimizer
 state and random state are evaluated. The ways take turns, in rotating order, on the same batches from the same
 weights. `fast_step` has its default options, so it checks each step for NaN and infinity, and replays a step: on CUDA
 as one graph (not in samples before 2026-11-23), on a CPU as a list of tasks where that is faster (not in samples before

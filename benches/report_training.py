@@ -14,8 +14,8 @@ reads its losses every 20 steps. Milliseconds a step, medians with quartiles; th
 LOADER = """The loader alone, by the number of worker threads: batches a second, and the share of its time for which
 a training with steps of 10 ms waits for data. Medians.
 """
-CHECKPOINTS = """How long a checkpoint stops the training if a thread writes it, and if it is written at once; and
-how much slower steps are while the thread writes. Medians. "Bare write" is a write of the same number of bytes with
+CHECKPOINTS = """Pause of the training for a checkpoint: written by a thread, and written by the training itself. Then
+the slowdown of steps while the thread writes. Medians. "Bare write" is a write of the same number of bytes with
 one fsync.
 """
 _HAND, _TRAINER = "loop by hand", "Trainer"

@@ -176,6 +176,31 @@ def test_leaving_a_loop_in_any_way_leaves_no_thread() -> None:
     assert threads() == []
 
 
+def test_a_loop_waits_for_the_item_of_the_loop_before() -> None:
+    """An iterable is read in one place, however long an item takes when the loop over it is left."""
+    reached, goes_on, inside, most = threading.Event(), threading.Event(), [0], [0]
+
+    class Items:
+        def __iter__(self) -> Iterator[int]:
+            for item in range(4):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                if item == 2:
+                    reached.set()
+                    goes_on.wait()
+                inside[0] -= 1
+                yield item
+
+    loader = Loader(Items(), batch_size=1, workers=1, prefetch=1)
+    for _ in loader:
+        reached.wait()
+        break  # the third item takes longer than a loop that is left waits
+    assert threads() != []
+    threading.Timer(0.2, goes_on.set).start()
+    assert [batch.item() for batch in loader] == [1, 2, 3]
+    assert (most, threads()) == ([1], [])
+
+
 def test_the_end_of_an_epoch_leaves_no_thread() -> None:
     loader = Loader(range(5), workers=2)
     list(loader)

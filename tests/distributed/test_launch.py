@@ -99,7 +99,7 @@ def test_a_signal_ends_all_ranks_with_one_checkpoint(number: int, config: Path, 
 
 
 def test_all_ranks_are_started_again(config: Path, tmp_path: Path) -> None:
-    """Where one is killed: from the newest checkpoint, to the same bits."""
+    """A killed rank: all start from the newest checkpoint, and end with the same bits."""
     said = launch(config, "--supervise", *callback("Killed", at=12, file=str(tmp_path / "deaths")))
     assert "the training died" in said
     assert "rank 1, signal SIGKILL; the newest checkpoint is of step 10" in said
@@ -108,7 +108,7 @@ def test_all_ranks_are_started_again(config: Path, tmp_path: Path) -> None:
 
 
 def test_fewer_go_on(config: Path, tmp_path: Path) -> None:
-    """Where one dies again and again, half as many train on twice as many batches a step."""
+    """A rank that dies twice: half of the ranks go on, with twice as many batches a step."""
     killer = callback("Killed", at=7, file=str(tmp_path / "deaths"), times=9)
     said = launch(config, "--supervise", "--fewer", *killer)
     assert "going on with 1 rank and step.accumulate=2" in said

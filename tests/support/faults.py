@@ -48,6 +48,19 @@ def made_in_a_thread(make):
     return iter(ready.get, None)
 
 """
+COMPILED = """
+state = [model.state, optimizer.state]
+def step(x, y):
+    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
+    optimizer.update(model, gradients)
+    return loss
+compiled = mx.compile(step, inputs=state, outputs=state)
+def train(x, y):
+    loss = compiled(x, y)
+    mx.eval(loss, state)
+    return loss
+options["own_step"] = train
+"""  # without the random state
 TAIL = """
 found = faststep.diagnose(model, optimizer, loss_fn, batches, progress=False, **CALL, **options)
 print(json.dumps(found.plain()))
@@ -427,18 +440,8 @@ model = nn.Sequential(*deep, nn.Linear(8, 3))
         """
 model.layers.append(nn.Dropout(0.5))
 optimizer.init(model.trainable_parameters())
-state = [model.state, optimizer.state]
-def step(x, y):
-    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
-    optimizer.update(model, gradients)
-    return loss
-compiled = mx.compile(step, inputs=state, outputs=state)
-def train(x, y):
-    loss = compiled(x, y)
-    mx.eval(loss, state)
-    return loss
-options["own_step"] = train
-""",
+"""
+        + COMPILED,
         "random-state",
         ("draws the same ones",),
         "mx.random.state",
@@ -448,18 +451,8 @@ options["own_step"] = train
         """
 def loss_fn(model, x, y):
     return nn.losses.cross_entropy(model(x + 0.1 * mx.random.normal(x.shape)), y, reduction="mean")
-state = [model.state, optimizer.state]
-def step(x, y):
-    loss, gradients = nn.value_and_grad(model, loss_fn)(model, x, y)
-    optimizer.update(model, gradients)
-    return loss
-compiled = mx.compile(step, inputs=state, outputs=state)
-def train(x, y):
-    loss = compiled(x, y)
-    mx.eval(loss, state)
-    return loss
-options["own_step"] = train
-""",
+"""
+        + COMPILED,
         "random-state",
         ("dropout, noise", "draws the same ones"),
         "mx.random.state",

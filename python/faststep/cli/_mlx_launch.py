@@ -44,7 +44,7 @@ class Launch:
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks are processes of this machine."""
+        """True if all ranks are processes of this machine."""
         return set(self.hosts) == {LOCAL}
 
     def line(self, command: list[str]) -> list[str]:
@@ -62,9 +62,10 @@ class Launch:
             process.stdin.flush()
 
     def without(self, rank: int) -> tuple[Launch, int] | None:
-        """Return the same with the largest part of the ranks, and what part that is; None where there is none.
+        """Return a launch with fewer ranks, and the factor by which they are fewer; None if there is none.
 
-        Where there are several hosts, that of `rank` is left out.
+        On one host the ranks are divided by the least factor of their number, on several hosts the hosts are: without
+        the host of `rank`, which was lost.
         """
         if not self.fewer:
             return None

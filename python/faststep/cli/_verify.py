@@ -93,11 +93,12 @@ class _Training:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
-    def wait(self, seconds: float | None = None) -> tuple[int, str]:
-        """Return the exit code, and what was said on stderr."""
-        code = self._process.wait(seconds)
-        self._said.seek(0)
-        said = self._said.read()
+    def wait(self) -> tuple[int, str]:
+        """Return the exit code, and the text on stderr."""
+        code = self._process.wait()
+        with self._said:
+            self._said.seek(0)
+            said = self._said.read()
         return (code if self._launch is None else first_to_end(said.splitlines())[1]), said
 
     def kill(self, rng: random.Random) -> None:
@@ -120,17 +121,19 @@ def _finish(run: Path, launch: Launch | None) -> None:
         raise Exit(f"the training failed with exit code {code}:\n{said[-3000:]}", FAILED)
 
 
-def _kill(run: Path, kills: int, steps: int, rng: random.Random, launch: Launch | None) -> int:
-    """Kill the training at random moments behind its first step, every fourth time while it writes a checkpoint.
+def _kill(run: Path, kills: int, records: int, rng: random.Random, launch: Launch | None) -> int:
+    """Kill the training behind random records of its log, of which there are so many without a stop.
+
+    Every fourth time it is killed while it writes a checkpoint.
 
     Returns:
-        How often it was killed; it may have ended before.
+        The number of kills; the training may have ended before some.
     """
     dead = 0
     for number in range(1, kills + 1):
         before = _steps(run)
         training = _Training(run, launch)
-        last = before + rng.uniform(0.0, 1.0) * (steps - 2) / kills
+        last = before + rng.uniform(0.0, 1.0) * max(records - 2, 0) / kills
         while not training.is_over and _steps(run) <= last:
             time.sleep(0.01)
         what = "killed"

@@ -208,12 +208,12 @@ class Loader:
         return self._planned(self._source, self._epoch).rounds.count
 
     def __iter__(self) -> Generator[Tree, None, None]:
-        """Iterate over the rest of the epoch; an earlier loop that is still open is closed."""
+        """Iterate over the rest of the epoch; an earlier loop is closed, and its threads are waited for."""
         self.close()
         return self._loop()
 
     def close(self) -> None:
-        """End the loop that is open, if there is one; when this returns no thread of it is left."""
+        """End the loop that is open, if there is one; when this returns no thread of the last loop is left."""
         if self._run is not None:
             self._run.close()
             self._run = None
@@ -310,11 +310,12 @@ class Loader:
                 del taken, task, made  # or the batch would be held while the next one is made
                 before = time.perf_counter()
             self._epoch, self._position, self._resume = self._epoch + 1, 0, None
+        except KeyboardInterrupt:
+            self._run = None  # the next loop does not wait for the item that was waited for
+            raise
         finally:
             if not run.closed:
                 run.close(seconds=EXIT_SECONDS)  # an item may wait for something, and Ctrl-C come anywhere
-            if self._run is run:
-                self._run = None
 
     def _begin(self) -> Pipeline:
         """Start to make batches."""

@@ -80,7 +80,7 @@ impl Rules {
         }
     }
 
-    /// The same with another way of storing what they compute for these tensors.
+    /// Set how moments and parameters of these tensors are stored.
     ///
     /// # Errors
     /// [`Error::Invalid`] where a rule cannot: the message names it.

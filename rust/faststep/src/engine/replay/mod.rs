@@ -29,12 +29,12 @@ pub(super) use resident::Resident;
 
 /// So many evaluations by MLX before a trace is captured, where that is left to the engine, and where it is asked for.
 const RUNS: (usize, usize) = (4, 1);
-/// Left to the engine, a trace is captured where that takes no more than this part of the memory that is free: on a GPU, and on
-/// a CPU, whose memory others use, too.
+/// Largest part of the free memory, as its inverse, that a capture may take where the engine is left to choose: on a GPU, and on a
+/// CPU, whose memory other programs use too.
 const SHARE: (usize, usize) = (2, 32);
-/// What it takes to build an operation and to hand it to a CPU's worker, at most; left to the engine, a trace is captured where
-/// that is this part of a step, or more.
+/// Seconds, at most, to build an operation and to hand it to a CPU's worker: the time that a capture can save.
 const SECONDS: f64 = 1e-5;
+/// Least part of a step that a capture has to be able to save, where the engine is left to choose.
 const GAIN: f64 = 0.05;
 /// One part in so many of the memory limit is left to others: where less is free, captures go.
 const RESERVE: usize = 32;
@@ -160,9 +160,8 @@ impl Engine {
     /// goes that is no faster than MLX.
     pub(super) fn pace(&mut self, trace: &mut Trace) {
         let now = Instant::now();
-        let launched = self
-            .kept(trace)
-            .is_some_and(|at| self.captures[at].captured.doubts == 0);
+        let kept = self.kept(trace);
+        let launched = kept.is_some_and(|at| self.captures[at].captured.doubts == 0);
         let token = Rc::downgrade(&trace.capture.token);
         let before = self.called.replace(Called {
             token,
@@ -182,9 +181,9 @@ impl Engine {
         let slower = trace.capture.pace.launched(seconds);
         if let (Some(reason), Replay::Auto) = (slower, options.replay) {
             trace.capture.refuse(reason);
-            self.captures.retain(|kept| {
-                !std::ptr::eq(kept.token.as_ptr(), Rc::as_ptr(&trace.capture.token))
-            });
+            if let Some(at) = kept {
+                self.captures.remove(at);
+            }
         }
     }
 
