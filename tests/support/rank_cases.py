@@ -420,6 +420,23 @@ def checked_at_intervals() -> None:
 
 
 @case
+def moments_in_8_bits() -> None:
+    """The ranks round by the same chance, so that their codes have the same bits; and train as one process does."""
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, WIDTH))
+
+    model, optimizer = pair(wide)
+    step = Step(model, optimizer, mean_loss, group=GROUP, state_bits=8, check_ranks=2)
+    alone = Step(*pair(wide), mean_loss, state_bits=8)
+    for number in range(6):
+        step(*batch(number, RANK))
+        alone(*(mx.concatenate(parts) for parts in zip(*(batch(number, rank) for rank in range(SIZE)), strict=True)))
+    assert "m_codes" in optimizer.state["layers"][0]["weight"]
+    assert_equal(model, alone.model, atol=1e-3)  # a code that is rounded otherwise moves a weight by a part of the rate
+
+
+@case
 def buffers() -> None:
     """Buffers are each rank's own; a loss that sets a parameter is refused."""
     model, optimizer = pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm(WIDTH)))
