@@ -10,6 +10,8 @@
 
 #include "cpu/replay/capture.hpp"
 #include "cuda/replay/capture.hpp"
+#include "cuda/replay/exchange.hpp"
+#include "group.hpp"
 #include "replay/capture.hpp"
 #include "status.hpp"
 
@@ -38,13 +40,19 @@ std::shared_ptr<Gate>& gate_of(void* gate) {
   return *static_cast<std::shared_ptr<Gate>*>(gate);
 }
 
+const std::shared_ptr<Exchange>& exchange_at(const void* exchange) {
+  return *static_cast<const std::shared_ptr<Exchange>*>(exchange);
+}
+
 } // namespace
 
 } // namespace faststep::replay
 
 namespace mx = mlx::core;
 using faststep::at;
+using faststep::replay::exchange_at;
 using faststep::replay::gate_of;
+using faststep::replay::Exchange;
 using faststep::replay::Recorded;
 using Source = std::shared_ptr<faststep::tasks::Source>;
 
@@ -62,6 +70,9 @@ int faststep_replay_new(
     size_t n_fed,
     const void* const* inputs,
     size_t n_inputs,
+    const void* const* summed,
+    size_t n_summed,
+    const void* exchange,
     void** capture) {
   return faststep::guarded([&] {
     faststep::replay::Graph graph{
@@ -69,7 +80,9 @@ int faststep_replay_new(
         faststep::list(from, n_carried),
         faststep::list(into, n_carried),
         faststep::list(fed, n_fed),
-        faststep::list(inputs, n_inputs)};
+        faststep::list(inputs, n_inputs),
+        faststep::list(summed, n_summed),
+        exchange ? exchange_at(exchange) : nullptr};
     std::unique_ptr<Recorded> made;
     if (faststep_is_cuda()) {
       made = std::make_unique<faststep::replay::Capture>(std::move(graph));
@@ -117,6 +130,22 @@ int faststep_replay_launch(
     gate_of(gate)->done.attach_event(outputs[0].event());
     *given = std::min(room, outputs.size());
     std::transform(outputs.begin(), outputs.begin() + *given, launched, faststep::owned);
+  });
+}
+
+int faststep_replay_exchange_new(size_t count, void** exchange) {
+  return faststep::guarded([&] { *exchange = new std::shared_ptr<Exchange>(std::make_shared<Exchange>(count)); });
+}
+
+void faststep_replay_exchange_free(void* exchange) noexcept {
+  delete static_cast<std::shared_ptr<Exchange>*>(exchange);
+}
+
+int faststep_replay_exchange(
+    const void* exchange, const void* group, const void* const* arrays, size_t count, void* gate) {
+  return faststep::guarded([&] {
+    auto done = exchange_at(exchange)->sum(faststep::group_at(group), faststep::list(arrays, count));
+    gate_of(gate)->done.attach_event(done.event());
   });
 }
 

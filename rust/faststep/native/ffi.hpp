@@ -154,7 +154,7 @@ void* faststep_group_new(const void* group) noexcept;
 void faststep_group_free(void* group) noexcept;
 int faststep_group_rank(const void* group) noexcept;
 int faststep_group_size(const void* group) noexcept;
-// The lazy sum of an array over the group, on the stream of its back end.
+// The lazy sum of an array over the group, on the stream on which it communicates.
 int faststep_group_sum(const void* group, const void* array, void** sum);
 // After an error of the device, which is known: waits for all that is under way, and has none of the arrays wait any more.
 void faststep_arrays_recover(const void* const* arrays, size_t count) noexcept;
@@ -369,8 +369,15 @@ int faststep_kernels(const void* const* arrays, size_t count, void** rewritten);
 // Return whether arrays are computed by a CPU unless told otherwise.
 int faststep_is_cpu() noexcept;
 
+// Exchanges of so many static arrays, on CUDA.
+int faststep_replay_exchange_new(size_t count, void** exchange);
+void faststep_replay_exchange_free(void* exchange) noexcept;
+// Sums them over a group, in their memory, each as soon as the last launch has made it; what the gate lets through waits for
+// that. Every rank has to sum as many arrays of the same sizes, in the same order.
+int faststep_replay_exchange(const void* exchange, const void* group, const void* const* arrays, size_t count, void* gate);
 // A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those, and
-// `fed` those that get other values before a launch; `inputs` are all whose values may be others then.
+// `fed` those that get other values before a launch; `inputs` are all whose values may be others then. `exchange`, or null: it is
+// told when a launch has made each of `summed`.
 int faststep_replay_new(
     const void* const* results,
     size_t n_results,
@@ -381,6 +388,9 @@ int faststep_replay_new(
     size_t n_fed,
     const void* const* inputs,
     size_t n_inputs,
+    const void* const* summed,
+    size_t n_summed,
+    const void* exchange,
     void** capture);
 // How many others a recording needs.
 size_t faststep_replay_learning_passes() noexcept;

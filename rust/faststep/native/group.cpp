@@ -1,16 +1,26 @@
 // A group of processes that exchange arrays. mlx-c's sum takes a stream, and only the group's back end knows its own.
+#include "group.hpp"
+
+#include <optional>
+
+#include "mlx/distributed/distributed_impl.h"
+#include "mlx/distributed/ops.h"
 #include "status.hpp"
 
-#include "mlx/distributed/distributed.h"
-#include "mlx/distributed/ops.h"
+namespace faststep {
 
-namespace {
-
-const mx::distributed::Group& group_at(const void* group) {
-  return *static_cast<const mx::distributed::Group*>(group);
+mx::Stream communication_stream(const mx::distributed::Group& group) {
+  auto own = group.raw_group()->communication_stream({});
+  if (own.device == mx::Device::cpu) {
+    return own;
+  }
+  thread_local const auto beside = mx::new_stream(mx::Device::gpu);
+  return beside;
 }
 
-} // namespace
+} // namespace faststep
+
+using faststep::group_at;
 
 int faststep_group_init(void** group) {
   return faststep::guarded([&] { *group = new mx::distributed::Group(mx::distributed::init(true)); });
@@ -33,6 +43,9 @@ int faststep_group_size(const void* group) noexcept {
 }
 
 int faststep_group_sum(const void* group, const void* array, void** sum) {
-  return faststep::guarded(
-      [&] { *sum = faststep::owned(mx::distributed::all_sum(faststep::at(array), group_at(group))); });
+  return faststep::guarded([&] {
+    const auto& ranks = group_at(group);
+    auto stream = faststep::communication_stream(ranks);
+    *sum = faststep::owned(mx::distributed::all_sum(faststep::at(array), ranks, stream));
+  });
 }

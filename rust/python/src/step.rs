@@ -248,7 +248,7 @@ impl Step {
                 return Ok(false);
             }
             inner.step(shared, user, 1, true)?;
-            Ok(inner.ranks.as_ref().is_none_or(|it| it.weight() != 0.0))
+            Ok(inner.ranks.as_ref().is_none_or(Ranks::has_flushed))
         })
     }
 

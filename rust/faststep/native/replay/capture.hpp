@@ -24,10 +24,14 @@ struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+class Exchange;
+
 // The graph of a part. `results` keep their memory. When a replay is done, the value of each of `from` is in the memory of
 // `into`. `fed`: static arrays that get other values before a launch; `inputs`: all arrays whose values may be others then.
+// `summed`: static arrays of which an exchange, if there is one, has to know when they are made.
 struct Graph {
-  std::vector<mx::array> results, from, into, fed, inputs;
+  std::vector<mx::array> results, from, into, fed, inputs, summed;
+  std::shared_ptr<Exchange> exchange;
 };
 
 class Recorded {

@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// The numbers of a row.
-const ROW: usize = 8;
+const ROW: usize = 7;
 /// What ranks may meet for, by number: an update first.
 const KINDS: [&str; 6] = [
     "an update",
@@ -41,9 +41,8 @@ const EXACT: u64 = 1 << 24;
 /// The numbers of one rank in a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Row {
-    pub weight: f32, // of its window
-    pub losses: f32, // the sum of the losses, each times its weight
-    failed: f32,     // 1 if it has failed
+    pub has_window: f32, // 1 if it has one
+    failed: f32,         // 1 if it has failed
     update: f32,
     pub layout: f32,
     pub options: f32,
@@ -54,8 +53,7 @@ pub(super) struct Row {
 impl Row {
     fn numbers(self) -> [f32; ROW] {
         [
-            self.weight,
-            self.losses,
+            self.has_window,
             self.failed,
             self.update,
             self.layout,
@@ -68,14 +66,13 @@ impl Row {
     fn of(numbers: &[f32]) -> Self {
         let at = |index: usize| numbers.get(index).copied().unwrap_or(f32::NAN);
         Self {
-            weight: at(0),
-            losses: at(1),
-            failed: at(2),
-            update: at(3),
-            layout: at(4),
-            options: at(5),
-            kind: at(6),
-            wish: at(7),
+            has_window: at(0),
+            failed: at(1),
+            update: at(2),
+            layout: at(3),
+            options: at(4),
+            kind: at(5),
+            wish: at(6),
         }
     }
 }
@@ -89,7 +86,7 @@ pub struct Ranks {
     group: Group,
     layout: Option<(Rc<Layout>, f32)>,
     rounds: usize,
-    pub(super) weight: f32,
+    pub(super) flushed: bool,
     wish: u8,
     wished: u8,
     told: bool, // the last round has failed: nobody waits for this rank
@@ -131,7 +128,7 @@ impl Ranks {
             group,
             layout: None,
             rounds: 0,
-            weight: 0.0,
+            flushed: false,
             wish: 0,
             wished: 0,
             told: false,
@@ -146,10 +143,10 @@ impl Ranks {
         self.rounds
     }
 
-    /// The weight of the last round's window over all ranks.
+    /// Return whether the last window that was flushed had a batch, on any rank.
     #[must_use]
-    pub fn weight(&self) -> f32 {
-        self.weight
+    pub fn has_flushed(&self) -> bool {
+        self.flushed
     }
 
     /// The bytes of what this rank has given to sums.

@@ -14,11 +14,11 @@ use super::{
 use crate::{
     error::{unread, Error, Result},
     layout::aux_state::CLOSED,
-    mlx::{array, group::Group},
+    mlx::{array, group::Group, join},
     trace::Options,
 };
 
-/// Buffers of one dtype are summed together until they have so many bytes: that of `nn.average_gradients`.
+/// Smaller arrays of one dtype are summed together until they have so many bytes: that of `nn.average_gradients`.
 const JOINED_BYTES: usize = 32 << 20;
 
 impl Engine {
@@ -30,13 +30,13 @@ impl Engine {
         }
     }
 
-    /// Sum the window over all ranks; one that has none adds nothing. The update by it may follow.
+    /// Sum the window over all ranks; one that has none adds nothing. The update by it may follow. False: no rank has one.
     pub(super) fn reduce(
         &mut self,
         (ranks, update): Round<'_>,
         options: &Options,
         owner: &mut dyn Owner,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let summed = self.exchange(ranks, update, options, owner);
         if summed.is_err() {
             self.drop_window();
@@ -44,65 +44,78 @@ impl Engine {
         summed
     }
 
+    /// Return whether the batches of the window have any weight.
+    pub(super) fn has_weight(&self, owner: &mut dyn Owner) -> Result<bool> {
+        let Some(total) = self.places.total(&self.layout) else {
+            return Ok(false);
+        };
+        let mut weight = Ok(0.0);
+        owner.unlocked(&mut || weight = self.state[total].try_item_exact::<f32>());
+        Ok(weight.map_err(unread)? != 0.0)
+    }
+
+    // A window that a launch makes is waited for by the device alone: nothing of it can fail any more.
     fn exchange(
         &mut self,
         ranks: &mut Ranks,
         update: usize,
         options: &Options,
         owner: &mut dyn Owner,
-    ) -> Result<()> {
-        let missing = || {
-            Error::Mlx(Exception::custom(
-                "a step without a window cannot be summed",
-            ))
-        };
-        let first = self.places.window.ok_or_else(missing)?;
-        let losses = self.places.losses.ok_or_else(missing)?;
-        let total = first + self.layout.len();
+    ) -> Result<bool> {
+        let places = self.places.summed(&self.layout);
+        if places.is_empty() {
+            let none = "a step without a window cannot be summed";
+            return Err(Error::Mlx(Exception::custom(none)));
+        }
         let mut row = ranks.row(update);
         row.layout = ranks.layout_hash(&self.layout);
         row.options = options_hash(options);
-        if self.window.is_some() {
-            let window = self.state[first..=total].iter();
-            let window = window.chain([&self.state[losses]]);
-            if let Err(error) = evaluate(window, owner) {
-                return Err(self.lost(error, owner));
+        let has_window = self.window.is_some();
+        let is_static = has_window && self.window_is_static();
+        if has_window {
+            row.has_window = 1.0;
+            if !is_static {
+                let window = places.iter().map(|&at| &self.state[at]);
+                evaluate(window, owner).map_err(|error| self.lost(error, owner))?;
             }
-            row.weight = self.state[total].try_item_exact().map_err(unread)?;
-            row.losses = self.state[losses].try_item_exact().map_err(unread)?;
         }
         self.clock.enter(Stage::Collective);
         let rows = ranks.round(row, update, owner)?;
-        ranks.weight = rows.iter().map(|row| row.weight).sum();
-        if ranks.weight != 0.0 && !ranks.weight.is_nan() {
-            let sums = &self.state[first..total];
-            let none = sums
-                .iter()
-                .map(|sum| ops::zeros_dtype(sum.shape(), sum.dtype()));
-            let none = none.collect::<MlxResult<Vec<_>>>()?;
-            let arrays: Vec<Array> = if self.window.is_some() {
-                self.state.splice(first..total, none).collect() // MLX may sum in their memory
+        if rows.iter().all(|row| row.has_window <= 0.0) {
+            return Ok(false);
+        }
+        let bytes = places.iter().map(|&at| self.state[at].nbytes()).sum();
+        if is_static {
+            ranks.sum((bytes, update), owner, |group| self.sum_static(group))?;
+            return Ok(true);
+        }
+        let mut arrays = Vec::with_capacity(places.len());
+        for &at in &places {
+            let state = &mut self.state[at];
+            let none = ops::zeros_dtype(state.shape(), state.dtype())?;
+            arrays.push(if has_window {
+                std::mem::replace(state, none) // MLX may sum in their memory
             } else {
                 none
-            };
-            let bytes = arrays.iter().map(Array::nbytes).sum();
-            let sums = ranks.sum((bytes, update), owner, |group| summed(group, arrays))?;
-            self.state.splice(first..total, sums);
+            });
         }
-        let sum = rows.iter().map(|row| row.losses).sum();
-        self.state[total] = Array::from_f32(ranks.weight);
-        self.state[losses] = Array::from_f32(sum);
-        Ok(())
+        let sums = ranks.sum((bytes, update), owner, |group| summed(group, arrays))?;
+        for (at, sum) in places.into_iter().zip(sums) {
+            self.state[at] = sum;
+        }
+        Ok(true)
     }
 }
 
-// each list is handed over before the next one is made: the order is the same on all ranks
+// Each list is handed over before the next one is made: the order is the same on all ranks. On CUDA each array is one, as those
+// are that `sum_static` sums.
 fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
     let (mut joined, mut lists, mut bytes) = (Vec::new(), Vec::<Vec<Array>>::new(), 0);
     for array in arrays {
+        let fits = bytes.max(array.nbytes()) < JOINED_BYTES && !join::is_cuda();
         let goes_on = lists
             .last()
-            .is_some_and(|list| list[0].dtype() == array.dtype() && bytes < JOINED_BYTES);
+            .is_some_and(|list| fits && list[0].dtype() == array.dtype());
         bytes = if goes_on { bytes } else { 0 } + array.nbytes();
         match lists.last_mut() {
             Some(list) if goes_on => list.push(array),

@@ -79,7 +79,7 @@ impl Engine {
             (Some(update), Some(beside)) => self.prepare(update, beside.clone(), owner)?,
             _ => None,
         };
-        let adds = trace.recipe.part == Part::Batch;
+        let adds = trace.recipe.part.fills_window();
         let mut batch = self.run(trace, call, owner)?;
         self.note(&batch);
         let refused = self.refusal(&options, name, &batch, owner);
@@ -146,8 +146,10 @@ impl Engine {
     ) -> Result<Output> {
         self.begin(owner)?;
         if let Some((ranks, number)) = ranks {
-            self.reduce((&mut *ranks, number), &update.recipe.options, owner)?;
-            if ranks.weight() == 0.0 {
+            let options = &update.recipe.options;
+            let summed = self.reduce((&mut *ranks, number), options, owner)?;
+            ranks.flushed = summed && self.has_weight(owner)?;
+            if !ranks.flushed {
                 self.drop_window(); // no rank has a batch
                 return Ok(Output::of(Outputs {
                     skipped: Some(Array::from_bool(true)),
@@ -282,7 +284,7 @@ impl Engine {
         self.enter_evaluation(trace, &inputs, &outputs, owner);
         // those of a batch are what the loss has assigned: no update
         let replaces = !outputs.parameters.is_empty();
-        let updates = replaces && trace.recipe.part != Part::Batch;
+        let updates = replaces && !trace.recipe.part.fills_window();
         let mut work = Work::new(trace, inputs, outputs);
         let evaluated = &mut trace.evaluated;
         let blocks = fuse::computed_in_blocks();

@@ -83,6 +83,19 @@ impl Places {
         Some(self.window? + layout.len())
     }
 
+    /// The places of what ranks sum, in the order in which they do: losses and weights, then the window's buffers, those
+    /// of the last layers first, which a backward pass makes first. Empty without a window.
+    #[must_use]
+    pub fn summed(&self, layout: &Layout) -> Vec<usize> {
+        match (self.losses, self.window) {
+            (Some(losses), Some(first)) => {
+                let all = (first..=first + layout.len()).rev();
+                std::iter::once(losses).chain(all).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
     // allocate the arrays that are needed and missing, and assign their places
     pub(crate) fn add(
         &mut self,

@@ -373,6 +373,15 @@ extern "C" {
     pub(crate) fn faststep_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int;
 
     pub(crate) fn faststep_is_cpu() -> c_int;
+    pub(crate) fn faststep_replay_exchange_new(count: usize, exchange: *mut *mut c_void) -> c_int;
+    pub(crate) fn faststep_replay_exchange_free(exchange: *mut c_void);
+    pub(crate) fn faststep_replay_exchange(
+        exchange: *const c_void,
+        group: *const c_void,
+        arrays: Handles,
+        count: usize,
+        gate: *mut c_void,
+    ) -> c_int;
     pub(crate) fn faststep_replay_new(
         results: Handles,
         n_results: usize,
@@ -383,6 +392,9 @@ extern "C" {
         n_fed: usize,
         inputs: Handles,
         n_inputs: usize,
+        summed: Handles,
+        n_summed: usize,
+        exchange: *const c_void,
         capture: *mut *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_replay_learning_passes() -> usize;

@@ -67,6 +67,12 @@ impl Group {
     }
 }
 
+impl Group {
+    pub(super) fn as_ptr(&self) -> *const c_void {
+        self.0
+    }
+}
+
 impl Drop for Group {
     fn drop(&mut self) {
         // SAFETY: made by `of`, freed once.

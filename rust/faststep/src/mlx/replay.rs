@@ -11,6 +11,7 @@
 use std::{
     ffi::{c_int, c_void},
     ptr,
+    rc::Rc,
 };
 
 use mlx_rs::{error::Result, Array};
@@ -18,7 +19,8 @@ use mlx_rs::{error::Result, Array};
 use super::{
     caller,
     ffi::{
-        check, faststep_is_cpu, faststep_replay_copy, faststep_replay_free,
+        check, faststep_is_cpu, faststep_replay_copy, faststep_replay_exchange,
+        faststep_replay_exchange_free, faststep_replay_exchange_new, faststep_replay_free,
         faststep_replay_gate_close, faststep_replay_gate_free, faststep_replay_gate_new,
         faststep_replay_gate_open, faststep_replay_is_over, faststep_replay_is_own,
         faststep_replay_is_ready, faststep_replay_is_same, faststep_replay_is_valid,
@@ -28,6 +30,7 @@ use super::{
         faststep_replay_untouched, faststep_replay_value, faststep_replay_wait, handle, handles,
         owned,
     },
+    group::Group,
     join,
 };
 
@@ -43,6 +46,8 @@ pub(crate) struct Computed {
     pub fed: Vec<Array>,
     /// All arrays whose values may be others then.
     pub inputs: Vec<Array>,
+    /// Static arrays that ranks sum when they are made, and the exchange that does so.
+    pub summed: Option<(Vec<Array>, Rc<Exchange>)>,
 }
 
 /// What a launch gives.
@@ -110,6 +115,10 @@ impl Capture {
         let results = handles(&graph.results);
         let (from, into): (Vec<_>, Vec<_>) = graph.carried.into_iter().unzip();
         let (fed, inputs) = (handles(&graph.fed), handles(&graph.inputs));
+        let (summed, exchange) = match &graph.summed {
+            Some((arrays, exchange)) => (handles(arrays), exchange.0.cast_const()),
+            None => (Vec::new(), ptr::null()),
+        };
         let mut graph = ptr::null_mut();
         // SAFETY: live arrays and the number of each list.
         check(unsafe {
@@ -124,6 +133,9 @@ impl Capture {
                 fed.len(),
                 inputs.as_ptr(),
                 inputs.len(),
+                summed.as_ptr(),
+                summed.len(),
+                exchange,
                 &raw mut graph,
             )
         })?;
@@ -174,6 +186,49 @@ impl Drop for Capture {
     fn drop(&mut self) {
         // SAFETY: made by `record`, freed once.
         unsafe { faststep_replay_free(self.graph) }
+    }
+}
+
+/// Sums of static arrays over ranks, in their memory, while the graph that makes them goes on.
+#[derive(Debug)]
+pub(crate) struct Exchange(*mut c_void);
+
+impl Exchange {
+    /// Of so many arrays. Only on CUDA.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn new(count: usize) -> Result<Self> {
+        let mut exchange = ptr::null_mut();
+        // SAFETY: room for a pointer.
+        check(unsafe { faststep_replay_exchange_new(count, &raw mut exchange) })?;
+        Ok(Self(exchange))
+    }
+
+    /// Sum the arrays of the last launch; what the gate lets through waits for that. Every rank has to do the same with arrays of
+    /// the same sizes.
+    ///
+    /// # Errors
+    /// Of the driver, and of the group's back end.
+    pub fn sum(&self, group: &Group, arrays: &[Array], gate: &Gate) -> Result<()> {
+        let arrays = handles(arrays);
+        // SAFETY: an exchange of so many arrays, a group, live arrays and their number, a gate.
+        check(unsafe {
+            faststep_replay_exchange(
+                self.0,
+                group.as_ptr(),
+                arrays.as_ptr(),
+                arrays.len(),
+                gate.0,
+            )
+        })
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, freed once.
+        unsafe { faststep_replay_exchange_free(self.0) }
     }
 }
 

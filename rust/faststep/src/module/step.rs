@@ -216,7 +216,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         }
         let output = self.run(&[], Task::Flush)?;
         self.count_update(&output.batch)?;
-        Ok(self.ranks.as_ref().is_none_or(|it| it.weight() != 0.0))
+        Ok(self.ranks.as_ref().is_none_or(Ranks::has_flushed))
     }
 
     /// Wait for all work in flight.

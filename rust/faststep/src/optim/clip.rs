@@ -105,7 +105,8 @@ fn sums_of_squares(gradients: Vec<Array>) -> Result<Vec<Array>> {
         .partition(|gradient| gradient.nbytes() <= SMALL_BYTES);
     let mut sums = sums_of_small(&small)?;
     for gradient in &large {
-        sums.push(gradient.square()?.sum(None)?);
+        let squares = join::squares_of(gradient)?;
+        sums.push(squares.map_or_else(|| gradient.square(), Ok)?.sum(None)?);
     }
     Ok(sums)
 }

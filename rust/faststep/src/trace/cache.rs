@@ -138,7 +138,7 @@ impl<K, T> TraceCache<K, T> {
         let mut entries = self.entries.iter_mut().rev();
         let trace = &mut entries.next()?.trace;
         let update = match task {
-            Task::Batch { fills: true } => Some(&mut entries.next()?.trace),
+            Task::Batch { fills: true, .. } => Some(&mut entries.next()?.trace),
             _ => None,
         };
         Some(CallTraces { trace, update })

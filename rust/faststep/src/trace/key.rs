@@ -64,7 +64,7 @@ impl Part {
     fn first(&self) -> &'static str {
         match self {
             Self::Whole(_) => "first call",
-            Self::Batch => "first batch of a window",
+            Self::Batch | Self::OnlyBatch => "first batch of a window",
             Self::Update(_) => "first update by a window",
             Self::Gradients => "first call of gradients()",
         }

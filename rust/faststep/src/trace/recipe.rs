@@ -33,10 +33,20 @@ pub enum Part {
     Whole(Rule),
     /// Loss and gradients, which are added to the window.
     Batch,
+    /// Loss and gradients, which are all of the window.
+    OnlyBatch,
     /// The update by the window's average.
     Update(Rule),
     /// Loss and gradients by tensor.
     Gradients,
+}
+
+impl Part {
+    /// Return whether it leaves its gradients in the window.
+    #[must_use]
+    pub fn fills_window(&self) -> bool {
+        matches!(self, Self::Batch | Self::OnlyBatch)
+    }
 }
 
 /// The computation of a trace, apart from the model.

@@ -10,6 +10,8 @@ pub enum Task {
     Batch {
         /// True if it is full by then.
         fills: bool,
+        /// True if the window has no other batch.
+        only: bool,
     },
     /// The update by the window as it is.
     Flush,
@@ -24,15 +26,17 @@ impl Task {
         if accumulate <= 1 && open == 0 && !reduced {
             return Self::Whole;
         }
+        let fills = open + 1 >= accumulate;
         Self::Batch {
-            fills: open + 1 >= accumulate,
+            fills,
+            only: fills && open == 0,
         }
     }
 
     /// Return whether parameters and state are updated.
     #[must_use]
     pub fn updates(self) -> bool {
-        !matches!(self, Self::Batch { fills: false } | Self::Gradients)
+        !matches!(self, Self::Batch { fills: false, .. } | Self::Gradients)
     }
 
     /// Return whether it needs a window.
@@ -46,8 +50,11 @@ impl Task {
     pub fn parts(self, rule: &Rule) -> Vec<Part> {
         match self {
             Self::Whole => vec![Part::Whole(rule.clone())],
-            Self::Batch { fills: true } => vec![Part::Update(rule.clone()), Part::Batch],
-            Self::Batch { fills: false } => vec![Part::Batch],
+            Self::Batch { fills, only } => {
+                let update = fills.then(|| Part::Update(rule.clone()));
+                let batch = if only { Part::OnlyBatch } else { Part::Batch };
+                update.into_iter().chain([batch]).collect()
+            }
             Self::Flush => vec![Part::Update(rule.clone())],
             Self::Gradients => vec![Part::Gradients],
         }

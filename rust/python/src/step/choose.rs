@@ -88,7 +88,7 @@ fn missing() -> PyErr {
 }
 
 fn key_of(store: &Store, part: Part, mut front: CallKey) -> PyResult<Key> {
-    if matches!(part, Part::Batch | Part::Gradients) {
+    if part.fills_window() || part == Part::Gradients {
         front.options = (0, 0); // the optimizer updates nothing in it
     }
     Ok(Key {

@@ -217,8 +217,11 @@ pub(super) struct Rehearsed<'a> {
 /// The whole window, regardless of the batches in it now: the task of its last call, which updates, and how many there are.
 fn window_of(accumulate: usize, reduced: bool, store: &Store) -> (Task, usize) {
     match Task::of(accumulate, store.batches(), reduced) {
-        Task::Whole => (Task::Whole, 1),
-        _ => (Task::Batch { fills: true }, accumulate),
+        Task::Batch { .. } => {
+            let only = accumulate <= 1;
+            (Task::Batch { fills: true, only }, accumulate)
+        }
+        whole => (whole, 1),
     }
 }
 

@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "cuda/replay/driver.hpp"
+#include "cuda/replay/exchange.hpp"
 #include "cuda/replay/recorder.hpp"
 
 namespace faststep::replay {
@@ -78,6 +79,7 @@ void Recorder::connect() {
       }
     }
   }
+  announce(ends);
   if (!from.empty()) {
     check(driver.cuGraphAddDependencies(graph, from.data(), to.data(), from.size()), "cuGraphAddDependencies");
   }
@@ -85,6 +87,22 @@ void Recorder::connect() {
   capture_.info.edges = from.size();
   check(driver.cuGraphInstantiateWithFlags(&capture_.exec_, graph, 0), "cuGraphInstantiate");
   check(driver.cuGraphUpload(capture_.exec_, capture_.queue_), "cuGraphUpload");
+}
+
+// An exchange is told when what it sums is made.
+void Recorder::announce(const std::vector<Nodes>& ends) {
+  const auto& summed = capture_.graph_.summed;
+  for (size_t i = 0; i < summed.size(); ++i) {
+    Nodes before;
+    for (auto user : hazards_.users(memory_of(*summed[i].data_shared_ptr()))) {
+      before.insert(before.end(), ends[user].begin(), ends[user].end());
+    }
+    CUgraphNode node = nullptr;
+    auto event = capture_.graph_.exchange->made(i);
+    check(
+        driver().cuGraphAddEventRecordNode(&node, recording_.graph(), before.data(), before.size(), event),
+        "cuGraphAddEventRecordNode");
+  }
 }
 
 // cuBLAS has its workspace filled with zeros before a product, which then waits for that and not only for its factors. It is

@@ -28,6 +28,7 @@ Driver load_driver() {
   FIND(cuEventCreate);
   find(all.cuEventDestroy, "cuEventDestroy_v2");
   FIND(cuEventElapsedTime);
+  FIND(cuEventRecord);
   FIND(cuGetErrorString);
   FIND(cuGraphAddDependencies);
   FIND(cuGraphAddEmptyNode);
@@ -52,6 +53,7 @@ Driver load_driver() {
   FIND(cuMemHostAlloc);
   FIND(cuMemcpyAsync);
   FIND(cuStreamSynchronize);
+  FIND(cuStreamWaitEvent);
 #undef FIND
   all.cuFuncGetParamInfo =
       reinterpret_cast<decltype(all.cuFuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));

@@ -53,6 +53,7 @@ struct Driver {
   CUresult (*cuEventCreate)(CUevent*, unsigned flags);
   CUresult (*cuEventDestroy)(CUevent);
   CUresult (*cuEventElapsedTime)(float* milliseconds, CUevent from, CUevent to);
+  CUresult (*cuEventRecord)(CUevent, CUstream);
   CUresult (*cuFuncGetParamInfo)(CUfunction, size_t index, size_t* offset, size_t* size); // null before CUDA 12.4
   CUresult (*cuGetErrorString)(CUresult, const char**);
   CUresult (*cuGraphAddDependencies)(CUgraph, const CUgraphNode*, const CUgraphNode*, size_t);
@@ -78,6 +79,7 @@ struct Driver {
   CUresult (*cuMemHostAlloc)(void**, size_t, unsigned flags);
   CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
   CUresult (*cuStreamSynchronize)(CUstream);
+  CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned flags);
 };
 
 // Throws where there is no driver, or one that lacks a function.

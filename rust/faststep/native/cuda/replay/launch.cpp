@@ -8,8 +8,11 @@
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/encoder.hpp"
 #include "cuda/replay/feed.hpp"
+#include "cuda/replay/launch.hpp"
 
 namespace faststep::replay {
+
+namespace {
 
 // It has no inputs, and one output without memory: for those MLX would have a thread of its own wait.
 class Launch : public mx::UnaryPrimitive {
@@ -40,6 +43,18 @@ class Launch : public mx::UnaryPrimitive {
   std::function<void(Encoder&)> launch_;
 };
 
+} // namespace
+
+mx::array submit(mx::Stream stream, std::function<void(Encoder&)> work) {
+  auto launch = std::make_shared<Launch>(stream, std::move(work));
+  mx::array done(mx::Shape{}, mx::bool_, launch, {});
+  mx::async_eval({done});
+  if (launch->error) {
+    std::rethrow_exception(launch->error);
+  }
+  return done;
+}
+
 std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
   std::vector<mx::array> lazy, fed, fed_into, copied, copied_into, given;
   auto is_lazy = [](const mx::array& array) { return array.status() == mx::array::Status::unscheduled; };
@@ -52,7 +67,7 @@ std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const
     (feeds ? fed : copied).push_back(from[i]);
     (feeds ? fed_into : copied_into).push_back(into[i]);
   }
-  auto launch = std::make_shared<Launch>(stream_, [&](Encoder& encoder) {
+  auto done = submit(stream_, [&](Encoder& encoder) {
     settle(fed, encoder, stream_);
     if (!copied.empty()) {
       copy(copied, copied_into, stream_);
@@ -63,11 +78,7 @@ std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const
     failed_ = false;
     feed_->launched();
   });
-  std::vector<mx::array> outputs{mx::array(mx::Shape{}, mx::bool_, launch, {})};
-  mx::async_eval(outputs);
-  if (launch->error) {
-    std::rethrow_exception(launch->error);
-  }
+  std::vector<mx::array> outputs{std::move(done)};
   for (auto& result : given) {
     result.set_status(mx::array::Status::evaluated);
     result.attach_event(outputs[0].event());

@@ -367,7 +367,7 @@ fn refusal(trace: &Trace) -> Option<&'static str> {
     if trace.is_eager() {
         return Some("the step is not compiled");
     }
-    if trace.recipe.part == Part::Batch && trace.sets_parameters() {
+    if trace.recipe.part.fills_window() && trace.sets_parameters() {
         return Some("the loss assigns to a trainable parameter");
     }
     let raises = trace.recipe.options.raises();

@@ -11,7 +11,8 @@ use crate::{
     error::{Error, Result},
     mlx::{
         array,
-        replay::{self, Gate, ScalarsApart, SharedStream, Source},
+        group::Group,
+        replay::{self, Exchange, Gate, ScalarsApart, SharedStream, Source},
     },
 };
 
@@ -28,6 +29,8 @@ pub(in crate::engine) struct Resident {
     sources: Vec<Option<Source>>,
     /// What all that is shown waits for: the last launch.
     pub gate: Rc<Gate>,
+    /// On CUDA, the sums over ranks of what is in the window.
+    exchange: Option<Rc<Exchange>>,
     // of what the engine held when it was shown: parameters, shared buffers, state
     ids: Vec<usize>,
     holders: Vec<usize>,
@@ -46,9 +49,20 @@ impl Resident {
             shown: Vec::new(),
             sources: Vec::new(),
             gate: Rc::new(Gate::new()?),
+            exchange: None,
             ids: Vec::new(),
             holders: Vec::new(),
         })
+    }
+
+    /// The exchange of so many arrays.
+    pub fn exchange(&mut self, count: usize) -> MlxResult<Rc<Exchange>> {
+        if let Some(exchange) = &self.exchange {
+            return Ok(Rc::clone(exchange));
+        }
+        let exchange = Rc::new(Exchange::new(count)?);
+        self.exchange = Some(Rc::clone(&exchange));
+        Ok(exchange)
     }
 
     /// Whether all that the engine holds is what was shown, and nobody but it and an owner of one handle to each parameter
@@ -213,6 +227,34 @@ impl Engine {
     pub(in crate::engine) fn shared_stream(&self) -> MlxResult<Option<SharedStream>> {
         let shown = self.resident.as_ref().filter(|it| !it.shown.is_empty());
         shown.map(|_| SharedStream::enter()).transpose()
+    }
+
+    /// Whether a launch has just made the window, in static arrays: then `sum_static` sums it over ranks.
+    pub(in crate::engine) fn window_is_static(&self) -> bool {
+        let first = self.layout.len();
+        let stands = |resident: &Resident, index: &usize| {
+            let shown = resident.shown.get(first + index);
+            let is_shown = shown.map(array::id) == Some(array::id(&self.state[*index]));
+            is_shown && !resident.is_old(first + index)
+        };
+        self.resident.as_ref().is_some_and(|resident| {
+            let summed = self.places.summed(&self.layout);
+            resident.exchange.is_some() && summed.iter().all(|index| stands(resident, index))
+        })
+    }
+
+    /// Sum the window's static arrays over the ranks of a group; what comes next waits for that, and not the caller.
+    pub(in crate::engine) fn sum_static(&self, group: &Group) -> MlxResult<()> {
+        let Some(resident) = &self.resident else {
+            return Err("there are no static arrays".into());
+        };
+        let Some(exchange) = &resident.exchange else {
+            return Err("there is no exchange".into());
+        };
+        let summed = self.places.summed(&self.layout);
+        let arrays = summed.iter();
+        let arrays = arrays.map(|index| resident.arrays[self.layout.len() + index].clone());
+        exchange.sum(group, &arrays.collect::<Vec<_>>(), &resident.gate)
     }
 
     // everything that it holds, as its handles stand

@@ -106,12 +106,24 @@ impl Engine {
         given: Vec<Given>,
         owner: &mut dyn Owner,
     ) -> MlxResult<Captured> {
-        let Some(resident) = &self.resident else {
+        let Some(resident) = &mut self.resident else {
             return Err("there are no static arrays".into());
+        };
+        let buffers = self.layout.len();
+        let recipe = &trace.recipe;
+        let reduced = recipe.part.fills_window() && recipe.options.reduced;
+        let summed = if reduced && !replay::is_on_cpu() {
+            let places = self.places.summed(&self.layout).into_iter();
+            let arrays: Vec<Array> = places
+                .map(|index| resident.arrays[buffers + index].clone())
+                .collect();
+            let exchange = resident.exchange(arrays.len())?;
+            Some((arrays, exchange))
+        } else {
+            None
         };
         let (arrays, resident) = (resident.arrays.clone(), resident.number);
         let inputs = Inputs::from(inputs);
-        let buffers = self.layout.len();
         let (mut outputs, mut written) = (Outputs::default(), Vec::new());
         let mut computed = || {
             let traced = trace.call(&inputs);
@@ -152,6 +164,7 @@ impl Engine {
                 carried,
                 fed: fed.collect(),
                 inputs: inputs.own.clone(),
+                summed: summed.clone(),
             })
         };
 

@@ -68,7 +68,8 @@ impl<'a> Body<'a> {
         let inputs = self.split(inputs)?;
         match &self.recipe.part {
             Part::Whole(rule) => self.whole(&inputs, rule),
-            Part::Batch => self.batch(&inputs),
+            Part::Batch => self.batch(&inputs, false),
+            Part::OnlyBatch => self.batch(&inputs, true),
             Part::Update(rule) => self.update_by_window(&inputs, rule),
             Part::Gradients => self.gradients(&inputs),
         }

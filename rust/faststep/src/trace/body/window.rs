@@ -18,8 +18,9 @@ const ASSIGNED: &str = "the loss function assigns to a trainable parameter: expe
      the ranks would have different values. Keep what it sets as a frozen parameter or a buffer";
 
 impl Body<'_> {
-    // add the weighted gradients to the window; the first batch of a window, skipped or not, clears the previous sums
-    pub(super) fn batch(&self, inputs: &Inputs) -> Result<Outputs> {
+    // add the weighted gradients to the window; the first batch of a window, skipped or not, clears the previous sums. `only`:
+    // there is no other one, and nothing reads them
+    pub(super) fn batch(&self, inputs: &Inputs, only: bool) -> Result<Outputs> {
         let made = self.differentiate(inputs)?;
         let mut outputs = made.outputs;
         let joint = self.recipe.options.guard().is_some();
@@ -44,23 +45,27 @@ impl Body<'_> {
         }
         // what is bad for one rank is bad for all: it stays in their sums
         let taken = good.as_ref().filter(|_| !reduced);
+        let added = |old: &Array, new: &Array| {
+            let old = begun(old)?;
+            choose(taken, old.add(new)?, &old)
+        };
         for (buffer, gradient) in gradients.iter().enumerate() {
             let old = &inputs.state[first + buffer];
             let mut gradient = gradient.as_dtype(old.dtype())?;
             if made.weight.is_some() {
                 gradient = gradient.multiply(weight.as_dtype(old.dtype())?)?;
             }
-            let old = begun(old)?;
-            let new = choose(taken, old.add(gradient)?, &old)?;
-            outputs.state.push((first + buffer, new));
+            if !only {
+                gradient = added(old, &gradient)?;
+            }
+            outputs.state.push((first + buffer, gradient));
         }
-        let total = begun(total)?;
-        let new = choose(taken, total.add(&weight)?, &total)?;
-        outputs.state.push((first + gradients.len(), new));
+        let total = added(total, &weight)?;
+        outputs.state.push((first + gradients.len(), total));
         if let (true, Some(at), Some(loss)) = (reduced, self.recipe.places.losses, &outputs.loss) {
-            let losses = begun(inputs.state.get(at).ok_or_else(short)?)?;
+            let losses = inputs.state.get(at).ok_or_else(short)?;
             let loss = loss.as_dtype(Dtype::Float32)?.multiply(&weight)?;
-            outputs.state.push((at, losses.add(loss)?));
+            outputs.state.push((at, added(losses, &loss)?));
         }
         if !made.rebound.is_empty() {
             if reduced {

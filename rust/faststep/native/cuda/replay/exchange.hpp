@@ -1,0 +1,38 @@
+// The sums of static arrays over the ranks of a group, in their memory, on a stream beside the one that computes: each begins when
+// the graph that makes it has come so far, while the rest of that graph goes on.
+//
+// MLX's own sum of an array is an operation within a graph, which has another order wherever the ranks' graphs differ. These
+// have the order in which they are given.
+#pragma once
+
+#include <vector>
+
+#include "cuda.h"
+#include "group.hpp"
+#include "mlx/mlx.h"
+
+namespace faststep::replay {
+
+class Exchange {
+ public:
+  // Of so many arrays.
+  explicit Exchange(size_t count);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  // What a graph records when it has made the array of this number.
+  CUevent made(size_t number) const {
+    return made_.at(number);
+  }
+  // Sum them as soon as the last launch has made them. What is submitted to the stream of launches afterwards waits for that,
+  // as does who waits for the returned array, which has no value.
+  mx::array sum(const mx::distributed::Group& group, std::vector<mx::array> arrays) const;
+
+ private:
+  std::vector<CUevent> made_;
+  CUevent done_ = nullptr;
+  CUcontext context_ = nullptr;
+};
+
+} // namespace faststep::replay
