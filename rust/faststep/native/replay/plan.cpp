@@ -311,32 +311,4 @@ std::vector<size_t> Hazards::users(Address address) const {
   return all;
 }
 
-bool Hazards::may_redirect(size_t number, Address from, Address into) const {
-  auto made = uses_.find(from);
-  if (made == uses_.end() || made->second.writer != number || !made->second.readers.empty() || from == into) {
-    return false;
-  }
-  auto use = uses_.find(into);
-  if (use == uses_.end()) {
-    return true;
-  }
-  auto is_later = [number](size_t other) { return other > number; };
-  const auto& [writer, readers] = use->second;
-  return !(writer && is_later(*writer)) && std::none_of(readers.begin(), readers.end(), is_later);
-}
-
-std::optional<std::vector<size_t>> Hazards::redirect(size_t number, Address from, Address into) {
-  if (!may_redirect(number, from, into)) {
-    return std::nullopt;
-  }
-  auto& use = uses_[into];
-  auto before = use.readers;
-  if (use.writer) {
-    before.push_back(*use.writer);
-  }
-  std::erase(before, number);
-  use = {number, {}};
-  return before; // `from` keeps its writer: it has waited for all who used that memory before
-}
-
 } // namespace faststep::replay

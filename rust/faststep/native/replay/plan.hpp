@@ -68,15 +68,8 @@ class Hazards {
   // of them.
   void take(Address address, size_t bytes);
 
-  // All that have used a buffer's memory up to now: it is free when they are done.
+  // All that have used a buffer's memory since it was written, or since it was there: it is free when they are done.
   std::vector<size_t> users(Address address) const;
-
-  // Whether an operation, the only one to have used `from`, may write `into` in its place: not where another operation has
-  // used either since.
-  bool may_redirect(size_t number, Address from, Address into) const;
-
-  // Have it do so: the numbers of those before it that it waits for because of that. None where it may not.
-  std::optional<std::vector<size_t>> redirect(size_t number, Address from, Address into);
 
  private:
   using At = std::uintptr_t;

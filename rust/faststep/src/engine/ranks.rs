@@ -10,15 +10,11 @@ use std::{
     time::Instant,
 };
 
-use mlx_rs::{
-    error::{Exception, Result as MlxResult},
-    transforms::eval,
-    Array,
-};
+use mlx_rs::error::{Exception, Result as MlxResult};
 
 use super::Owner;
 use crate::{
-    error::{unread, Error, Result},
+    error::{Error, Result},
     layout::Layout,
     mlx::group::Group,
     trace::Options,
@@ -238,19 +234,12 @@ impl Ranks {
         let (rank, size) = (self.group.rank(), self.group.size());
         let mut numbers = vec![0.0; ROW * size];
         numbers[ROW * rank..ROW * (rank + 1)].copy_from_slice(&row.numbers());
-        let length = i32::try_from(numbers.len()).unwrap_or(i32::MAX);
-        let mine = Array::from_slice(&numbers, &[length]);
-        let mut rows = Err(Exception::custom("nothing was exchanged"));
-        owner.unlocked(&mut || {
-            rows = self.group.sum(&mine).and_then(|sum| {
-                eval([&sum])?;
-                sum.to_vec_exact::<f32>().map_err(unread)
-            });
-        });
-        self.bytes += mine.nbytes();
+        self.bytes += size_of_val(&numbers[..]);
+        let mut summed = Ok(());
+        owner.unlocked(&mut || summed = self.group.sum_numbers(&mut numbers));
         self.seconds += started.elapsed().as_secs_f64();
-        let rows = rows.map_err(|error| self.lost(update, &error))?;
-        Ok(rows.chunks(ROW).map(Row::of).collect())
+        summed.map_err(|error| self.lost(update, &error))?;
+        Ok(numbers.chunks(ROW).map(Row::of).collect())
     }
 
     // an exchange that MLX could not do

@@ -175,6 +175,11 @@ extern "C" {
     pub(crate) fn faststep_group_rank(group: *const c_void) -> c_int;
     pub(crate) fn faststep_group_size(group: *const c_void) -> c_int;
     pub(crate) fn faststep_group_sum(group: *const c_void, array: Handle, sum: *mut New) -> c_int;
+    pub(crate) fn faststep_group_sum_numbers(
+        group: *const c_void,
+        numbers: *mut f32,
+        count: usize,
+    ) -> c_int;
     pub(crate) fn faststep_arrays_recover(arrays: Handles, count: usize);
     pub(crate) fn faststep_eval_one_by_one(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_synchronize() -> c_int;

@@ -10,7 +10,7 @@ use mlx_rs::{error::Result, Array};
 
 use super::ffi::{
     check, faststep_group_free, faststep_group_init, faststep_group_new, faststep_group_rank,
-    faststep_group_size, faststep_group_sum, handle, owned,
+    faststep_group_size, faststep_group_sum, faststep_group_sum_numbers, handle, owned,
 };
 
 /// A group of ranks.
@@ -68,6 +68,15 @@ impl Group {
 }
 
 impl Group {
+    /// Sum numbers over all ranks, in their place, and wait for that; on a GPU not for what it computes meanwhile.
+    ///
+    /// # Errors
+    /// Of the back end.
+    pub fn sum_numbers(&self, numbers: &mut [f32]) -> Result<()> {
+        // SAFETY: made by `of`; numbers that are written where there was no error, and how many.
+        check(unsafe { faststep_group_sum_numbers(self.0, numbers.as_mut_ptr(), numbers.len()) })
+    }
+
     pub(super) fn as_ptr(&self) -> *const c_void {
         self.0
     }

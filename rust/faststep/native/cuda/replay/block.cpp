@@ -35,9 +35,12 @@ Block::~Block() {
   end();
 }
 
-void Block::offer(size_t offset, size_t bytes) {
-  auto* data = static_cast<char*>(address_of(memory_)) + offset;
-  offered_.push_back(new mx::cu::CudaBuffer{data, bytes, buffer_of(*memory_.data_shared_ptr())->device});
+Place Block::place(size_t offset, size_t bytes) const {
+  return {static_cast<char*>(address_of(memory_)) + offset, bytes, buffer_of(*memory_.data_shared_ptr())->device};
+}
+
+void Block::offer(const Place& place) {
+  offered_.push_back(new mx::cu::CudaBuffer{place.memory, place.bytes, place.device});
   put_into_cache(offered_.back());
 }
 

@@ -9,6 +9,13 @@
 
 namespace faststep::replay {
 
+// Where a buffer lies: in a block, or in a static array.
+struct Place {
+  void* memory;
+  size_t bytes;
+  int device; // -1: memory that a host may read
+};
+
 // One array of MLX's with so many bytes. While it is recorded, buffers in it lie in the cache of MLX's allocator for whoever
 // asks for their sizes next.
 class Block {
@@ -19,15 +26,17 @@ class Block {
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Another buffer to be handed out.
-  void offer(size_t offset, size_t bytes);
+  // A place in it.
+  Place place(size_t offset, size_t bytes) const;
+  // Another buffer to be handed out, in it or elsewhere.
+  void offer(const Place& place);
   // Return whether all that has been offered since the last call has been handed out; the rest is taken back.
   bool is_taken();
   // Return those that were handed out before that.
   const std::vector<mx::cu::CudaBuffer*>& taken() const {
     return taken_;
   }
-  // Return whether a buffer lies in it.
+  // Return whether a buffer is one of those that have been handed out.
   bool has(mx::cu::CudaBuffer* buffer) const {
     return all_.contains(buffer);
   }

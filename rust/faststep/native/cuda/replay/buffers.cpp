@@ -31,6 +31,7 @@ void Recorder::take(const std::vector<Data>& writes) {
       known = number + 1;
       made.push_back(number);
       auto* buffer = buffer_of(*data);
+      made_by_[number] = {units_.size(), buffer != nullptr ? buffer->size : 0};
       bool planned = buffer != nullptr && buffer->data != nullptr && buffer->size >= small && buffer->device >= 0;
       learning_.sizes[number] = planned ? buffer->size : 0;
     }
@@ -39,29 +40,44 @@ void Recorder::take(const std::vector<Data>& writes) {
   if (!block_->is_taken()) {
     throw Refused("a step that takes other memory when it is gone through again");
   }
+  // Of those that have been planned: their bytes, and where they are to lie if not in the block.
+  std::vector<std::pair<size_t, void*>> planned, found;
+  for (auto buffer : learnt_->made[evaluations_ - 1]) {
+    if (auto there = place(buffer)) {
+      planned.emplace_back(there->bytes, learnt_->sizes[buffer] > 0 ? nullptr : there->memory);
+    }
+  }
+  auto is_there = [&](void* memory) {
+    return std::any_of(planned.begin(), planned.end(), [&](const auto& it) { return it.second == memory; });
+  };
   auto rest = block_->taken();
-  std::vector<size_t> sizes; // of what has been taken, in the order of what is written
-  for (const auto& data : writes) {
+  for (const auto& data : writes) { // what has been taken
     auto* buffer = buffer_of(*data);
     if (std::erase(rest, buffer) > 0) {
-      hazards_.take(buffer->data, buffer->size);
-      sizes.push_back(buffer->size);
+      bool there = is_there(buffer->data);
+      if (!there) {
+        hazards_.take(buffer->data, buffer->size);
+      }
+      found.emplace_back(buffer->size, there ? buffer->data : nullptr);
     }
   }
   if (!rest.empty()) {
     block_->keep(); // whoever has it may use it
     throw Refused("other work has taken memory while the step was captured");
   }
-  // Buffers of one size may have each other's places; one of another size would be written over too early.
-  std::vector<size_t> planned;
-  for (auto buffer : learnt_->made[evaluations_ - 1]) {
-    if (learnt_->sizes[buffer] > 0) {
-      planned.push_back(learnt_->sizes[buffer]);
-    }
-  }
-  if (sizes != planned) {
+  // Buffers of one size may have each other's places in the block; one of another size would be written over too early.
+  if (found != planned) {
     throw Refused("a step that takes its memory in another order when it is gone through again");
   }
+}
+
+// Where a buffer of the first pass is to lie, if that has been planned.
+std::optional<Place> Recorder::place(size_t buffer) const {
+  if (auto there = learnt_->there.find(buffer); there != learnt_->there.end()) {
+    return there->second;
+  }
+  auto bytes = learnt_->sizes[buffer];
+  return bytes > 0 ? std::optional(block_->place(learnt_->plan.offsets[buffer], bytes)) : std::nullopt;
 }
 
 // Inputs that are made where an output is to be, if nobody else reads them any more.

@@ -29,6 +29,7 @@ Driver load_driver() {
   find(all.cuEventDestroy, "cuEventDestroy_v2");
   FIND(cuEventElapsedTime);
   FIND(cuEventRecord);
+  FIND(cuEventSynchronize);
   FIND(cuGetErrorString);
   FIND(cuGraphAddDependencies);
   FIND(cuGraphAddEmptyNode);
@@ -42,8 +43,6 @@ Driver load_driver() {
   FIND(cuGraphExecDestroy);
   FIND(cuGraphGetNodes);
   FIND(cuGraphInstantiateWithFlags);
-  find(all.cuGraphKernelNodeGetParams, "cuGraphKernelNodeGetParams_v2");
-  find(all.cuGraphKernelNodeSetParams, "cuGraphKernelNodeSetParams_v2");
   FIND(cuGraphLaunch);
   FIND(cuGraphMemsetNodeGetParams);
   FIND(cuGraphNodeGetDependencies);
@@ -55,8 +54,6 @@ Driver load_driver() {
   FIND(cuStreamSynchronize);
   FIND(cuStreamWaitEvent);
 #undef FIND
-  all.cuFuncGetParamInfo =
-      reinterpret_cast<decltype(all.cuFuncGetParamInfo)>(dlsym(library, "cuFuncGetParamInfo"));
   return all;
 }
 

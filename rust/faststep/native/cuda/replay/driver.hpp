@@ -24,18 +24,6 @@ struct Copy {
   size_t WidthInBytes = 0, Height = 1, Depth = 1;
 };
 
-// A kernel node, as CUDA_KERNEL_NODE_PARAMS describes it.
-struct KernelNode {
-  CUfunction func = nullptr;
-  unsigned gridDimX = 0, gridDimY = 0, gridDimZ = 0;
-  unsigned blockDimX = 0, blockDimY = 0, blockDimZ = 0;
-  unsigned sharedMemBytes = 0;
-  void** kernelParams = nullptr;
-  void** extra = nullptr;
-  void* kern = nullptr;
-  CUcontext ctx = nullptr;
-};
-
 // A node that fills memory, as CUDA_MEMSET_NODE_PARAMS describes it.
 struct Fill {
   CUdeviceptr dst = 0;
@@ -54,7 +42,7 @@ struct Driver {
   CUresult (*cuEventDestroy)(CUevent);
   CUresult (*cuEventElapsedTime)(float* milliseconds, CUevent from, CUevent to);
   CUresult (*cuEventRecord)(CUevent, CUstream);
-  CUresult (*cuFuncGetParamInfo)(CUfunction, size_t index, size_t* offset, size_t* size); // null before CUDA 12.4
+  CUresult (*cuEventSynchronize)(CUevent);
   CUresult (*cuGetErrorString)(CUresult, const char**);
   CUresult (*cuGraphAddDependencies)(CUgraph, const CUgraphNode*, const CUgraphNode*, size_t);
   CUresult (*cuGraphAddEmptyNode)(CUgraphNode*, CUgraph, const CUgraphNode*, size_t);
@@ -68,8 +56,6 @@ struct Driver {
   CUresult (*cuGraphExecDestroy)(CUgraphExec);
   CUresult (*cuGraphGetNodes)(CUgraph, CUgraphNode*, size_t*);
   CUresult (*cuGraphInstantiateWithFlags)(CUgraphExec*, CUgraph, unsigned long long);
-  CUresult (*cuGraphKernelNodeGetParams)(CUgraphNode, KernelNode*);
-  CUresult (*cuGraphKernelNodeSetParams)(CUgraphNode, const KernelNode*);
   CUresult (*cuGraphLaunch)(CUgraphExec, CUstream);
   CUresult (*cuGraphMemsetNodeGetParams)(CUgraphNode, Fill*);
   CUresult (*cuGraphNodeGetDependencies)(CUgraphNode, CUgraphNode*, size_t*);

@@ -90,6 +90,10 @@ Encoder& encoder_of(mx::Stream stream) {
   return encoder;
 }
 
+CUstream queue_of(mx::Stream stream) {
+  return exported().get_command_encoder(stream).stream();
+}
+
 bool leaves_work_to_host(std::string_view name) {
   constexpr std::string_view kinds[] = {"FFT", "Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
   return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });

@@ -33,6 +33,9 @@ using Encoder = mx::cu::CommandEncoder;
 // The encoder of a stream of this thread. Throws where there is none, or where it is not the one that this was written for.
 Encoder& encoder_of(mx::Stream stream);
 
+// The driver's queue of a stream of this thread.
+CUstream queue_of(mx::Stream stream);
+
 // Whether primitives of that name leave work to the host, or to whoever reads a file or a network.
 bool leaves_work_to_host(std::string_view name);
 

@@ -1,99 +1,74 @@
-// Static arrays get their next values within the graph: from the fused kernel that computes them, which is given another
-// pointer, or else by a copy.
+// Static arrays get their next values within the graph: these are made there, or else copied.
 #include <algorithm>
-#include <cstring>
 #include <string_view>
+#include <utility>
 
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/recorder.hpp"
 
 namespace faststep::replay {
 
-// Who wrote what may be written in place.
+// What a fused kernel reads.
 void Recorder::remember(const mx::array& array, const std::vector<mx::array>& outputs) {
   bool fused = std::string_view(array.primitive().name()).starts_with("Compiled");
-  if (!fused || units_.back().end - units_.back().begin != 1) {
+  auto is_row = [](const mx::array& out) { return out.flags().row_contiguous && out.data_size() == out.size(); };
+  if (!fused || units_.back().end - units_.back().begin != 1 || !std::all_of(outputs.begin(), outputs.end(), is_row)) {
     return;
   }
-  Kernel kernel{units_.size() - 1, {}};
+  auto& inputs = fused_[units_.size() - 1];
   for (const auto& in : array.inputs()) {
     bool fits = in.size() == outputs[0].size() && in.data_size() == in.size();
     bool by_element = fits && in.flags().row_contiguous && in.offset() == 0;
-    kernel.inputs.push_back({memory_of(*in.data_shared_ptr()), in.nbytes(), by_element});
-  }
-  for (const auto& out : outputs) {
-    if (out.flags().row_contiguous && out.data_size() == out.size()) {
-      kernels_[memory_of(*out.data_shared_ptr())] = kernel;
-    }
+    inputs.push_back({memory_of(*in.data_shared_ptr()), in.nbytes(), by_element});
   }
 }
 
-// A fused kernel writes the value where it belongs, instead of a copy after it.
-bool Recorder::write_in_place(size_t i) {
+// In the first pass: a buffer of which the value belongs into a static array is to lie there from the beginning, where whoever
+// reads what is there before has done so by then, or is the fused kernel that writes it, element by element.
+bool Recorder::lay_there(size_t i) {
   const auto &from = capture_.graph_.from[i], &into = capture_.graph_.into[i];
-  auto *source = memory_of(*from.data_shared_ptr()), *target = memory_of(*into.data_shared_ptr());
-  auto made = kernels_.find(source);
-  bool whole = from.offset() == 0 && into.offset() == 0 && from.flags().row_contiguous &&
-      into.flags().row_contiguous && from.nbytes() == into.nbytes() && into.data_size() == into.size();
-  if (made == kernels_.end() || !whole || source == target || reads_[source] > 0) {
-    return false;
-  }
+  const auto& data = from.data_shared_ptr();
+  auto *source = memory_of(*data), *target = memory_of(*into.data_shared_ptr());
   auto is_source = [source](const mx::array& array) {
     return array.status() != mx::array::Status::unscheduled && memory_of(*array.data_shared_ptr()) == source;
   };
-  auto users = std::count_if(capture_.graph_.from.begin(), capture_.graph_.from.end(), is_source) +
+  auto holders = std::count_if(capture_.graph_.from.begin(), capture_.graph_.from.end(), is_source) +
       std::count_if(capture_.graph_.results.begin(), capture_.graph_.results.end(), is_source);
-  const auto& [unit, inputs] = made->second;
-  bool safe = std::all_of(inputs.begin(), inputs.end(), [&](const Kernel::Input& in) {
-    return in.memory != target || (in.by_element && in.bytes == into.nbytes());
+  auto buffer = id(data);
+  auto made = made_whole_.find(buffer);
+  bool whole = is_whole(from) && is_whole(into) && made != made_whole_.end() && made->second == from.nbytes();
+  auto made_by = made_by_.find(buffer);
+  if (!whole || from.nbytes() != into.nbytes() || reads_[source] > 0 || holders != 1 || made_by == made_by_.end() ||
+      made_by->second.unit >= units_.size() || lies_within_.contains(buffer)) {
+    return false;
+  }
+  auto [first, bytes] = made_by->second;
+  auto by_element = [&](const Input& in) { return in.memory != target || (in.by_element && in.bytes == into.nbytes()); };
+  auto users = hazards_.users(target);
+  bool free = std::all_of(users.begin(), users.end(), [&](size_t user) {
+    auto kernel = fused_.find(user);
+    bool writes = user == first && kernel != fused_.end();
+    return user < first || (writes && std::all_of(kernel->second.begin(), kernel->second.end(), by_element));
   });
-  // the pointer last: a kernel that reads the target has it twice then, and the first one cannot be put back
-  if (users != 1 || !safe || !hazards_.may_redirect(unit, source, target) ||
-      !replace_pointer(units_[unit].begin, source, target)) {
+  if (!free) {
     return false;
   }
-  auto before = hazards_.redirect(unit, source, target);
-  if (learnt_ == nullptr) {
-    learning_.operations[unit].writes.push_back(id(into.data_shared_ptr()));
-  }
-  units_[unit].before.insert(units_[unit].before.end(), before->begin(), before->end());
-  return true;
-}
-
-// Give a kernel another pointer in the place of one that it has once.
-bool Recorder::replace_pointer(size_t number, void* from, void* into) const {
-  const auto& driver = replay::driver();
-  if (driver.cuFuncGetParamInfo == nullptr) {
-    return false;
-  }
-  size_t count = recording_.nodes();
-  std::vector<CUgraphNode> nodes(count);
-  check(driver.cuGraphGetNodes(recording_.graph(), nodes.data(), &count), "cuGraphGetNodes");
-  KernelNode kernel;
-  if (driver.cuGraphKernelNodeGetParams(nodes[number], &kernel) != CUDA_SUCCESS || kernel.func == nullptr ||
-      kernel.kernelParams == nullptr) {
-    return false;
-  }
-  std::vector<std::vector<char>> values;
-  std::vector<void*> pointers;
-  size_t found = 0;
-  for (size_t offset = 0, size = 0;
-       driver.cuFuncGetParamInfo(kernel.func, values.size(), &offset, &size) == CUDA_SUCCESS;) {
-    const auto* bytes = static_cast<const char*>(kernel.kernelParams[values.size()]);
-    values.emplace_back(bytes, bytes + size);
-    if (size == sizeof(void*) && std::memcmp(values.back().data(), &from, size) == 0) {
-      std::memcpy(values.back().data(), &into, size);
-      ++found;
+  auto device = buffer_of(*into.data_shared_ptr())->device;
+  learning_.there[buffer] = {target, bytes, device};
+  learning_.sizes[buffer] = 0;
+  learning_.operations[first].writes.push_back(id(into.data_shared_ptr()));
+  // with what lies within it, where nobody has used that memory before
+  std::erase_if(learning_.within, [&](const Within& it) {
+    if (it.other != buffer) {
+      return false;
     }
-  }
-  if (found != 1) {
-    return false;
-  }
-  for (auto& value : values) {
-    pointers.push_back(value.data());
-  }
-  kernel.kernelParams = pointers.data();
-  return driver.cuGraphKernelNodeSetParams(nodes[number], &kernel) == CUDA_SUCCESS;
+    if (users.empty()) {
+      auto* place = static_cast<char*>(target) + it.offset;
+      learning_.there[it.buffer] = {place, std::exchange(learning_.sizes[it.buffer], 0), device};
+    }
+    return true;
+  });
+  return true;
 }
 
 // Values go where they belong as soon as nothing reads what is there.
@@ -104,7 +79,7 @@ void Recorder::carry() {
       ++i;
       continue;
     }
-    if (!write_in_place(i)) {
+    if (learnt_ != nullptr || !lay_there(i)) {
       copy(from[i], into[i]);
     }
     std::vector<Data> done{from[i].data_shared_ptr()};

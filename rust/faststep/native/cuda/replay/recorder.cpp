@@ -36,7 +36,8 @@ Recorder::Recorder(Capture& capture, Encoder& encoder, const Learnt* learnt, Blo
 
 Learnt Recorder::learn() {
   run();
-  auto& [operations, sizes, made, within, plan] = learning_;
+  leave_room();
+  auto& [operations, sizes, made, within, there, plan] = learning_;
   operations.emplace_back();
   for (const auto& result : capture_.graph_.results) {
     operations.back().reads.push_back(id(result.data_shared_ptr())); // which stays
@@ -64,6 +65,24 @@ Learnt Recorder::learn() {
   auto all = std::accumulate(sizes.begin(), sizes.end(), size_t{0});
   plan = replay::plan(operations, sizes, within, all <= little ? factor_of_little : factor);
   return std::move(learning_);
+}
+
+// MLX's allocator would hand out the place of a small buffer to another one of its size that the same evaluation makes, where that
+// has no place: then it is copied.
+void Recorder::leave_room() {
+  for (const auto& buffers : learning_.made) {
+    std::set<size_t> others;
+    for (auto buffer : buffers) {
+      if (learning_.sizes[buffer] == 0 && !learning_.there.contains(buffer)) {
+        others.insert(made_by_.at(buffer).bytes);
+      }
+    }
+    for (auto buffer : buffers) {
+      if (auto there = learning_.there.find(buffer); there != learning_.there.end() && others.contains(there->second.bytes)) {
+        learning_.there.erase(there);
+      }
+    }
+  }
 }
 
 void Recorder::record() {
@@ -176,8 +195,8 @@ void Recorder::evaluate(Evaluation& evaluation) {
       throw Refused("a step that has become longer when it is gone through again");
     }
     for (auto buffer : learnt_->made[evaluations_]) {
-      if (learnt_->sizes[buffer] > 0) {
-        block_->offer(learnt_->plan.offsets[buffer], learnt_->sizes[buffer]);
+      if (auto there = place(buffer)) {
+        block_->offer(*there);
       }
     }
   }

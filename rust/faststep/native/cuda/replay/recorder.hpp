@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -29,23 +30,27 @@ struct Unit {
   std::vector<Room> rooms;
 };
 
-// A fused kernel that has just written its outputs element by element.
-struct Kernel {
-  struct Input {
-    void* memory;
-    size_t bytes;
-    bool by_element; // row after row, from the beginning of its memory, element by element of the outputs
-  };
-  size_t unit;
-  std::vector<Input> inputs;
+// What a fused kernel reads that writes its outputs element by element.
+struct Input {
+  void* memory;
+  size_t bytes;
+  bool by_element; // row after row, from the beginning of its memory, element by element of the outputs
 };
 
-// Findings of the first pass: the operations, the bytes of their buffers, and the buffers that each of the evaluations makes.
+// The evaluation that makes a buffer.
+struct Made {
+  size_t unit; // no operation before this one uses it
+  size_t bytes;
+};
+
+// Findings of the first pass: the operations, the bytes of their buffers in the block, and the buffers that each of the evaluations
+// makes.
 struct Learnt {
   std::vector<Operation> operations;
   Sizes sizes;
   std::vector<std::vector<size_t>> made;
   std::vector<Within> within;
+  std::unordered_map<size_t, Place> there; // of buffers in static arrays
   Plan plan;
 };
 
@@ -76,8 +81,9 @@ class Recorder {
   void carry();
   bool is_free(size_t i) const;
   void remember(const mx::array& array, const std::vector<mx::array>& outputs);
-  bool write_in_place(size_t i);
-  bool replace_pointer(size_t node, void* from, void* into) const;
+  bool lay_there(size_t i);
+  std::optional<Place> place(size_t buffer) const;
+  void leave_room();
   void copy(const mx::array& from, const mx::array& into);
   void feed(Feed::Encoded (*encode)(const Capture&));
   void connect();
@@ -96,7 +102,8 @@ class Recorder {
   std::unordered_map<mx::array::Data*, std::pair<size_t, std::weak_ptr<mx::array::Data>>> ids_; // of buffers, as they are learnt
   std::unordered_map<size_t, size_t> made_whole_; // bytes of the arrays that buffers were made for
   std::unordered_set<size_t> lies_within_; // buffers, in other ones
-  std::unordered_map<void*, Kernel> kernels_; // by what they wrote
+  std::unordered_map<size_t, Made> made_by_; // by buffer
+  std::unordered_map<size_t, std::vector<Input>> fused_; // kernels, by operation
   std::unordered_map<void*, int> reads_; // that are still to come, by memory
   std::unordered_map<std::uintptr_t, int> consumers_; // by array
 };
