@@ -150,20 +150,27 @@ def mean_gradients(
     """Compute loss and gradients, averaged over the ranks, by weight if `weighted`; to be called on all of them.
 
     Raises:
-        RankError: Another rank has failed.
+        RankError: Another rank has failed, or is gone.
     """
     with ranks.told():
         value, gradients = compute()
         loss = value[0] if isinstance(value, tuple) else value
         weight = mx.array(value[1] if weighted else 1.0, mx.float32)
-        mine: Any = mx.stack([weight, loss.astype(mx.float32) * weight]).tolist()
-        mx.eval(gradients)
-    total, losses = (sum(each) for each in zip(*ranks.gather(mine, "gradients"), strict=True))
-    mean = mx.array(losses / total if total else float("nan"), loss.dtype)
-    share = mine[0] * ranks.size / total if total else float("nan")
-    gradients = nn.average_gradients(tree_map(lambda each: each * share, gradients), ranks.group)
-    mx.eval(gradients)  # all ranks in one order, whatever is read of them first
-    return ((mean, *value[1:]) if isinstance(value, tuple) else mean), gradients
+        mine = mx.stack([weight, loss.astype(mx.float32) * weight])
+        mx.eval(mine, gradients)
+
+    def exchange() -> tuple[float, dict[str, Any]]:
+        rows: Any = _exchanged(lambda: mx.distributed.all_gather(mine[None], group=ranks.group)).tolist()
+        total, losses = (sum(each) for each in zip(*rows, strict=True))
+        share = rows[ranks.rank][0] * ranks.size / total if total else float("nan")
+        scaled = tree_map(lambda each: each * share, gradients)
+        # evaluated here, on all ranks in one order, whatever is read of them first
+        means: dict[str, Any] = _exchanged(lambda: nn.average_gradients(scaled, ranks.group))
+        return losses / total if total else float("nan"), means
+
+    mean, gradients = ranks.together("gradients", exchange)
+    loss = mx.array(mean, loss.dtype)
+    return ((loss, *value[1:]) if isinstance(value, tuple) else loss), gradients
 
 
 def end_hung_rank() -> NoReturn:
@@ -182,8 +189,8 @@ def _gathered(numbers: list[int], group: Group) -> list[list[int]]:
     return found
 
 
-def _exchanged(exchange: Callable[[], mx.array]) -> mx.array:
-    """Return what MLX exchanges, evaluated.
+def _exchanged(exchange: Callable[[], _T]) -> _T:
+    """Return the arrays that MLX exchanges, evaluated: of a lost ring NumPy reads wrong numbers, without an error.
 
     Raises:
         RankError: It cannot be done.
