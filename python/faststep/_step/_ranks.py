@@ -23,6 +23,7 @@ RankError = core.RankError
 Rows = np.ndarray[Any, Any]
 Kind = Literal["gradients", "validation", "checkpoint", "comparison", "parameters"]
 _KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4, "parameters": 5}
+_SHORT = 64  # bytes that one exchange takes, with their number
 _T = TypeVar("_T")
 
 
@@ -53,12 +54,12 @@ class Ranks:
             return [value]
         text, group = json.dumps(value).encode(), self.group
 
-        def exchange() -> tuple[list[int], list[list[int]]]:
-            lengths = [length for (length,) in _gathered([len(text)], group)]
-            return lengths, _gathered([*text, *[0] * (max(lengths) - len(text))], group)
+        def exchange() -> list[list[int]]:
+            rows = _gathered([len(text), *text[:_SHORT].ljust(_SHORT)], group)
+            longest = max(length for length, *_ in rows)
+            return rows if longest <= _SHORT else _gathered([len(text), *text.ljust(longest)], group)
 
-        lengths, rows = self.together(kind, exchange)
-        return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+        return [json.loads(bytes(row[:length])) for length, *row in self.together(kind, exchange)]
 
     def gather_rows(self, rows: Rows | None, kind: Kind) -> list[Rows]:
         """Return the rows of all ranks, in their order; to be called on all of them.
