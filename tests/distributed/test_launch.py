@@ -151,7 +151,7 @@ def test_a_check_compares_the_ranks(config: Path, tmp_path: Path) -> None:
     for rank in range(2):
         text = config.read_text().replace("0.01", f"0.0{1 + rank}")
         (tmp_path / f"own-{rank}.yaml").write_text(text)
-    command = ["faststep", "check-ranks", str(other)]
+    command = [sys.executable, "-m", "faststep", "check-ranks", str(other)]
     children = start(2, tmp_path, "-c", f"exec {' '.join(command)}", program="/bin/bash")
     said = ended(children)
     assert [child.returncode for child in children] == [3, 0], said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -23,7 +24,9 @@ import pytest
 from faststep import RankError, Step, fast_step
 from faststep.checkpoints import CheckpointError, Checkpoints
 from faststep.data import Loader
+from faststep.loggers import Progress
 from faststep.metrics import LossWithMetrics, OfAll, scikit_learn
+from faststep.report import read_log
 from faststep.training import Callback, Trainer, TrainingError, validate
 
 from support.helpers import Pair, flat
@@ -670,6 +673,33 @@ def an_error_in_a_training_ends_all() -> None:
         training.train()
     with refused("expected one that is shared by the ranks", None, ValueError):
         Trainer(training.step, Loader(np.zeros((8, 2))), run=FOLDER, epochs=1)
+
+
+class SlowRows:
+    """Rows that the last rank waits for, a second a batch of four."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if RANK == SIZE - 1:
+            time.sleep(0.25)
+        return np.full(WIDTH, index, np.float32)
+
+
+@case
+def the_slowest_rank_is_named() -> None:
+    shown = io.StringIO()
+    training = trainer("slow", steps=4, log_every=2, loggers=[Progress(shown)])
+    training.loader = Loader(SlowRows(), 4, rank=RANK, world_size=SIZE)
+    training.train()
+    if RANK == 0:
+        records = read_log(FOLDER / "slow").intervals.records
+        (seconds,) = [each["rank_seconds"] for each in records if "rank_seconds" in each]  # of both steps since step 2
+        assert list(seconds) == [str(rank) for rank in range(SIZE)]
+        assert max(seconds, key=lambda rank: seconds[rank]) == str(SIZE - 1)
+        assert seconds[str(SIZE - 1)] >= 2
+        assert shown.getvalue().count(f"\nrank {SIZE - 1} is the slowest: between exchanges the others take") == 1
 
 
 def is_alike(number: int) -> bool:

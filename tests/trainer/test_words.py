@@ -183,6 +183,15 @@ def test_data_bound_names_its_remedy(capsys: pytest.CaptureFixture[str]) -> None
         assert capsys.readouterr().out.endswith(f"\ndata-bound: 50 % of the step{remedy}\n")
 
 
+def test_the_slowest_rank_is_named_where_ranks_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(plain=True)
+    note = "rank 1 is the slowest: between exchanges the others take 50 % of its time\n"
+    for others, told in (({"0": 3.3, "2": 3.2}, ""), ({"0": 1.0, "2": 3.0}, note), ({"0": 1.0, "2": 3.0}, "")):
+        seconds = {**others, "1": 4.0}
+        progress.log({"kind": "interval", "time": 0.0, "step": 2, "loss": 1.0, "rank_seconds": seconds})
+        assert capsys.readouterr().out.partition("\n")[2] == told
+
+
 def test_piped_lines_stay_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def measured(model: nn.Module, x: mx.array) -> Any:
         loss = loss_fn(model, x)

@@ -23,6 +23,7 @@ RankError = core.RankError
 Rows = np.ndarray[Any, Any]
 Kind = Literal["gradients", "validation", "checkpoint", "comparison", "parameters"]
 _KINDS: dict[Kind, int] = {"gradients": 1, "validation": 2, "checkpoint": 3, "comparison": 4, "parameters": 5}
+_SHORT = 64  # bytes that one exchange takes, with their number
 _T = TypeVar("_T")
 
 
@@ -53,12 +54,12 @@ class Ranks:
             return [value]
         text, group = json.dumps(value).encode(), self.group
 
-        def exchange() -> tuple[list[int], list[list[int]]]:
-            lengths = [length for (length,) in _gathered([len(text)], group)]
-            return lengths, _gathered([*text, *[0] * (max(lengths) - len(text))], group)
+        def exchange() -> list[list[int]]:
+            rows = _gathered([len(text), *text[:_SHORT].ljust(_SHORT)], group)
+            longest = max(length for length, *_ in rows)
+            return rows if longest <= _SHORT else _gathered([len(text), *text.ljust(longest)], group)
 
-        lengths, rows = self.together(kind, exchange)
-        return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+        return [json.loads(bytes(row[:length])) for length, *row in self.together(kind, exchange)]
 
     def gather_rows(self, rows: Rows | None, kind: Kind) -> list[Rows]:
         """Return the rows of all ranks, in their order; to be called on all of them.
@@ -150,20 +151,27 @@ def mean_gradients(
     """Compute loss and gradients, averaged over the ranks, by weight if `weighted`; to be called on all of them.
 
     Raises:
-        RankError: Another rank has failed.
+        RankError: Another rank has failed, or is gone.
     """
     with ranks.told():
         value, gradients = compute()
         loss = value[0] if isinstance(value, tuple) else value
         weight = mx.array(value[1] if weighted else 1.0, mx.float32)
-        mine: Any = mx.stack([weight, loss.astype(mx.float32) * weight]).tolist()
-        mx.eval(gradients)
-    total, losses = (sum(each) for each in zip(*ranks.gather(mine, "gradients"), strict=True))
-    mean = mx.array(losses / total if total else float("nan"), loss.dtype)
-    share = mine[0] * ranks.size / total if total else float("nan")
-    gradients = nn.average_gradients(tree_map(lambda each: each * share, gradients), ranks.group)
-    mx.eval(gradients)  # all ranks in one order, whatever is read of them first
-    return ((mean, *value[1:]) if isinstance(value, tuple) else mean), gradients
+        mine = mx.stack([weight, loss.astype(mx.float32) * weight])
+        mx.eval(mine, gradients)
+
+    def exchange() -> tuple[float, dict[str, Any]]:
+        rows: Any = _exchanged(lambda: mx.distributed.all_gather(mine[None], group=ranks.group)).tolist()
+        total, losses = (sum(each) for each in zip(*rows, strict=True))
+        share = rows[ranks.rank][0] * ranks.size / total if total else float("nan")
+        scaled = tree_map(lambda each: each * share, gradients)
+        # evaluated here, on all ranks in one order, whatever is read of them first
+        means: dict[str, Any] = _exchanged(lambda: nn.average_gradients(scaled, ranks.group))
+        return losses / total if total else float("nan"), means
+
+    mean, gradients = ranks.together("gradients", exchange)
+    loss = mx.array(mean, loss.dtype)
+    return ((loss, *value[1:]) if isinstance(value, tuple) else loss), gradients
 
 
 def end_hung_rank() -> NoReturn:
@@ -182,8 +190,8 @@ def _gathered(numbers: list[int], group: Group) -> list[list[int]]:
     return found
 
 
-def _exchanged(exchange: Callable[[], mx.array]) -> mx.array:
-    """Return what MLX exchanges, evaluated.
+def _exchanged(exchange: Callable[[], _T]) -> _T:
+    """Return the arrays that MLX exchanges, evaluated: of a lost ring NumPy reads wrong numbers, without an error.
 
     Raises:
         RankError: It cannot be done.

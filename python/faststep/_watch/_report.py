@@ -56,7 +56,8 @@ _STAGES = {
     ),
     "collective": _Stage(
         "exchanging arrays with other ranks",
-        "compare the reports of all ranks: one of them has ended, is at another step, or has had fewer batches",
+        "compare the reports of all ranks: one of them has ended, is at another step, or has had fewer batches. If all "
+        "of them wait here at the same step, the network between them does not answer",
     ),
     "validation": _Stage("validating", "the stack below shows whether data, loss or device is waited for"),
     "checkpoint": _Stage(

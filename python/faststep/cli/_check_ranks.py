@@ -19,6 +19,8 @@ from faststep.cli._status import DIFFERS, Overrides
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from faststep._step import Ranks
+
 _SMALL, _LARGE = 1, 1 << 24  # float32 numbers: 4 bytes, and 64 MiB
 _TIMES = 7  # of each, behind one that is not counted
 _SECONDS = 60.0  # for an update, in which all ranks take part
@@ -45,7 +47,7 @@ def check_ranks(
     differs = _compared(step.ranks.gather(_facts(what, overrides), "comparison"), show=group.rank() == 0)
     step(mx.ones((1, 2)))
     step.check_ranks()
-    small, large = (_seconds(mx.zeros(size), group) for size in (_SMALL, _LARGE))
+    small, large = (_seconds(mx.zeros(size), step.ranks) for size in (_SMALL, _LARGE))
     if group.rank() > 0:
         return
     typer.echo("update: one made together, with the same parameters on all ranks behind it")
@@ -89,13 +91,12 @@ def _config(what: Path, overrides: list[str] | None) -> str:
     return hashlib.sha256(loaded.text().encode()).hexdigest()[:16]
 
 
-def _seconds(array: mx.array, group: mx.distributed.Group) -> float:
+def _seconds(array: mx.array, ranks: Ranks) -> float:
     """Return the time of an all-reduce: the median of a few."""
-    import mlx.core as mx
 
-    times = []
-    for _ in range(_TIMES + 1):
+    def exchange() -> float:
         began = time.perf_counter()
-        mx.eval(mx.distributed.all_sum(array, group=group))
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        ranks.sum(array)
+        return time.perf_counter() - began
+
+    return statistics.median([ranks.together("comparison", exchange) for _ in range(_TIMES + 1)][1:])

@@ -60,8 +60,8 @@ class Display:
             yield from self._flow(line, fields, width)
             if name == "train" and (trend := self._trend(ascii_only)):
                 yield self._text(f"{'':{INDENT}}{trend}", style="dim", no_wrap=True)
-        if self._status.data_bound:
-            yield self._text(self._status.data_bound, style="yellow", no_wrap=True, overflow="ellipsis")
+        for note in self._status.notes.values():
+            yield self._text(note, style="yellow", no_wrap=True, overflow="ellipsis")
 
     def _headline(self, width: int, ascii_only: bool) -> Text:
         status = self._status

@@ -101,8 +101,8 @@ class Notebook:
             f"<tr><td style='{_CELL};opacity:.7'>{_text(name)}</td>{''.join(map(_field, fields))}</tr>"
             for name, fields in self._status.groups().items()
         )
-        note = self._status.data_bound
-        return f"{_TABLE}{rows}</table>" + (f"<div{_style('warning')}>{_text(note)}</div>" if note else "")
+        notes = (f"<div{_style('warning')}>{_text(note)}</div>" for note in self._status.notes.values())
+        return f"{_TABLE}{rows}</table>{''.join(notes)}"
 
 
 def _field(field: Field) -> str:

@@ -25,12 +25,12 @@ WIDTH = 119  # of a line, where nothing in it is longer than that
 class Plain:
     """One line for each interval, validation, checkpoint and event, flushed, without control codes.
 
-    An interval's line leaves out what has no room; a longer line of another kind goes on in the next, indented. That
-    steps wait for data is told when it begins.
+    An interval's line leaves out what has no room; a longer line of another kind goes on in the next, indented. What
+    slows the training is told when it begins.
     """
 
     def __init__(self, file: TextIO, status: Status) -> None:
-        self._file, self._status, self._bound = file, status, False
+        self._file, self._status, self._noted = file, status, dict[str, str]()
 
     def show(self, record: Record) -> None:
         """Write what the record says; the status has it already."""
@@ -38,8 +38,8 @@ class Plain:
         if kind == "start":
             self._lines([headline(record), *_aligned(parameter_table(record)), *data_lines(record)])
         elif kind == "interval":
-            bound, self._bound = self._bound, bool(status.data_bound)
-            self._lines([_interval(status), *([status.data_bound] if self._bound and not bound else [])])
+            before, self._noted = self._noted, status.notes
+            self._lines([_interval(status), *(note for what, note in self._noted.items() if what not in before)])
         elif kind == "validation":
             self._lines([describe_validation(record)])
         elif kind == "checkpoint":

@@ -33,6 +33,7 @@ def scalars(record: Record) -> dict[str, float]:
         found = {tag: record.get(name) for name, tag in INTERVAL.items()}
         found |= {f"seconds/{part}": each for part, each in (record.get("seconds") or {}).items()}
         found |= {f"memory/{part}": each for part, each in (record.get("memory") or {}).items()}
+        found |= {f"rank_seconds/{rank}": each for rank, each in (record.get("rank_seconds") or {}).items()}
     elif kind == "validation":
         found = {f"val/{name}": each for name, each in (record.get("metrics") or {}).items()}
         found["val/loss"] = record.get("loss")

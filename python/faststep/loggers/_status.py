@@ -22,6 +22,7 @@ from faststep._records import (
 
 PARTS = ("data", "step", "validation", "checkpoint", "other")  # phases of a training
 DATA_BOUND = 0.2  # the share of a step's time, waited for data, from which on it is said
+UNEVEN = 0.8  # the share of the slowest rank's time that the others take, below which it is named
 Field = tuple[str, str, str]  # label, value, and "good", "bad", "warning" or ""
 
 
@@ -38,6 +39,7 @@ class Status:
         checkpoint: The last `checkpoint` record.
         losses: The last intervals' losses.
         seconds: Where the time has gone, summed over the intervals.
+        rank_seconds: What each rank took outside of exchanges, by rank, when that was last told; empty before.
         peak: The largest peak of memory, in bytes.
         step: The last step that a record named.
         records: How many records there were.
@@ -53,6 +55,7 @@ class Status:
     checkpoint_written: Record = field(default_factory=dict)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    rank_seconds: dict[str, float] = field(default_factory=dict)
     peak: float = 0.0
     step: int = 0
     records: int = 0
@@ -80,6 +83,8 @@ class Status:
             self.losses.append(number(record["loss"]))
         for part, seconds in (record.get("seconds") or {}).items():
             self.seconds[part] = self.seconds.get(part, 0.0) + number(seconds)
+        if record.get("rank_seconds"):
+            self.rank_seconds = {rank: number(each) for rank, each in record["rank_seconds"].items()}
         self.peak = max(self.peak, number((record.get("memory") or {}).get("peak") or 0))
 
     @property
@@ -131,6 +136,19 @@ class Status:
         workers = self.start.get("workers")
         remedy = {None: "", 0: "; workers=0, try 4"}.get(workers, f"; workers={workers}, try more, or cheaper items")
         return f"data-bound: {share(self.waiting)} of the step{remedy}"
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """The notes about what slows the training, by "data" or the rank that does."""
+        return ({"data": self.data_bound} if self.data_bound else {}) | self._slowest()
+
+    def _slowest(self) -> dict[str, str]:
+        seconds = self.rank_seconds
+        rank = max(seconds, key=lambda each: seconds[each], default="")
+        others = [each for name, each in seconds.items() if name != rank]
+        if not others or (part := sum(others) / len(others) / seconds[rank]) >= UNEVEN:
+            return {}
+        return {rank: f"rank {rank} is the slowest: between exchanges the others take {share(part)} of its time"}
 
     def groups(self) -> dict[str, list[Field]]:
         """Return the fields of the last interval, by the line that they belong to; what is unknown is left out."""

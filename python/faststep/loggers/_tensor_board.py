@@ -17,10 +17,10 @@ FLUSH_SECONDS = 5.0  # a flush waits for the disk
 class TensorBoard:
     """Event files for TensorBoard: scalars, and the config and the events as text.
 
-    The tags are `train/...`, `val/...`, `speed/...`, `seconds/...`, `memory/...`, `checkpoint/pause`, and the names of
-    values of your own. Every start has a file of its own; that of a resumed run tells TensorBoard to drop the steps
-    that come a second time. What is logged is on the disk after five seconds at most, and after every validation and
-    event.
+    The tags are `train/...`, `val/...`, `speed/...`, `seconds/...`, `memory/...`, `rank_seconds/...`,
+    `checkpoint/pause`, and the names of values of your own. Every start has a file of its own; that of a resumed run
+    tells TensorBoard to drop the steps that come a second time. What is logged is on the disk after five seconds at
+    most, and after every validation and event.
 
     The files are written without tensorboardX's `SummaryWriter`: when the disk is full, its thread ends unseen and the
     training waits for it forever.

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from faststep._random import mlx_key, mlx_seed
 from faststep._records import number as value_of
-from faststep._step import Ranks, Step, call_with
+from faststep._step import RankError, Ranks, Step, call_with
 from faststep.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from faststep.data import Interrupted, epochs_of
 from faststep.metrics import scalars
@@ -82,13 +82,27 @@ class Loop:
         self._signals = Signals(lambda: alone and bool(getattr(self.loader, "reading", False)))
         return self._signals
 
-    # an error is told to the other ranks
+    # an error is told to the other ranks, but for one that they have too: a ring that is lost would wait for ever
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self.ranks.fail()
+        except BaseException as error:
+            if not isinstance(error.__cause__ or error, RankError):
+                self.ranks.fail()
+            raise
+
+    # an error is in the log before other ranks are waited for
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the step may have failed for good
+                self._logs.tell_steps()
+            self._logs.event("error", f"{type(error).__name__}: {error}", "error")
+            self._wait_anyway()
+            self._logs.end("error")
             raise
 
     @property
@@ -304,6 +318,8 @@ class Loop:
     def _end_window(self, window: Window) -> None:
         progress = self._progress
         progress.window, progress.number = None, progress.number + 1
+        with self._tagged("update"), self.clock.phase("step"):
+            self._logs.rank_times.meet(progress.number)
         self._logs.on_update(window)
         self._tell("on_step", progress.number)
         self._at_intervals()

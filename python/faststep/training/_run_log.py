@@ -22,6 +22,7 @@ from faststep.loggers import JsonLines, Logger, Loggers
 from faststep.training._clock import Clock, contention
 from faststep.training._interval import Interval, epoch_of, learning_rate
 from faststep.training._monitor import Monitor
+from faststep.training._rank_times import RankTimes
 from faststep.training._run_folder import LOG, counts
 from faststep.training._update_ratio import UpdateRatio
 from faststep.training._window import Window
@@ -68,6 +69,7 @@ class Log:
     Attributes:
         interval: The steps since the last interval.
         ratio: How much updates change the weights.
+        rank_times: How long each rank takes.
     """
 
     def __init__(self, trainer: Training, loggers: Iterable[Logger]) -> None:
@@ -77,6 +79,7 @@ class Log:
         self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers] if first else [])
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
+        self.rank_times = RankTimes(trainer.step, trainer.log_every)
         self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet
         self._crowded = False
         self._windows = 0  # steps among them
@@ -162,7 +165,7 @@ class Log:
         trainer = self._trainer
         last = self.interval.told = trainer.number if self._read is None else self._read
         record = self.interval.record(trainer.step, trainer.loader, self._left(), trainer.skipped)
-        self.write("interval", record | self.ratio.read(), last)
+        self.write("interval", record | self.ratio.read() | self.rank_times.take(), last)
 
     def event(self, what: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
         """Log an event."""

@@ -289,15 +289,8 @@ class Trainer(Loop):
             try:
                 hangs = functools.partial(_hang.report, self, self._log.event)
                 parts = self.clock, self.loader, self._log.event, self._signals
-                with Heartbeat(*parts, hang_timeout=self.hang_timeout, on_hang=hangs):
+                with Heartbeat(*parts, hang_timeout=self.hang_timeout, on_hang=hangs), self._told(), self._logged():
                     return self._train(resumed)
-            except BaseException as error:
-                with contextlib.suppress(Exception):  # the step may have failed for good
-                    self._log.tell_steps()
-                self._log.event("error", f"{type(error).__name__}: {error}", "error")
-                self._wait_anyway()
-                self._log.end("error")
-                raise
             finally:
                 self._log.close()
                 self._log = None
