@@ -10,16 +10,12 @@ from faststep.training import plan_ranks
 from support.commands import faststep
 
 
-@pytest.mark.parametrize(
-    ("gradients", "alone", "exchange", "measured"),
-    [(16.8e6, 0.36e-3, 0.54e-3, 1.37e-3), (268e6, 2.35e-3, 2.26e-3, 5.68e-3)],
-    ids=["4 x 1024", "4 x 4096"],
-)
-def test_it_explains_what_was_measured(gradients: float, alone: float, exchange: float, measured: float) -> None:
+def test_it_explains_what_was_measured() -> None:
     """Of two H200 (docs/distributed.md): by the bandwidth of the exchange alone, below the step as measured."""
+    gradients, alone, exchange, measured = 652e6, 20.0e-3, 1.9e-3, 23.1e-3
     (plan,) = plan_ranks(gradients / 4, alone, [2], bandwidth=gradients / exchange, latency=0.0)
     assert plan.exchange == pytest.approx(exchange)
-    assert 0.6 * measured < plan.step < measured
+    assert 0.9 * measured < plan.step < measured
 
 
 def test_messages_and_bytes() -> None:

@@ -695,10 +695,11 @@ def the_slowest_rank_is_named() -> None:
     training.train()
     if RANK == 0:
         records = read_log(FOLDER / "slow").intervals.records
-        (seconds,) = [each["rank_seconds"] for each in records if "rank_seconds" in each]  # of both steps since step 2
-        assert list(seconds) == [str(rank) for rank in range(SIZE)]
-        assert max(seconds, key=lambda rank: seconds[rank]) == str(SIZE - 1)
-        assert seconds[str(SIZE - 1)] >= 2
+        told = [each["rank_seconds"] for each in records if "rank_seconds" in each]
+        for seconds in told:
+            assert list(seconds) == [str(rank) for rank in range(SIZE)]
+            assert max(seconds, key=lambda rank: seconds[rank]) == str(SIZE - 1)
+        assert sum(each[str(SIZE - 1)] for each in told) >= 3  # of all steps but the first
         assert shown.getvalue().count(f"\nrank {SIZE - 1} is the slowest: between exchanges the others take") == 1
 
 

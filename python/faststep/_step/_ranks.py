@@ -128,6 +128,11 @@ class Ranks:
         """
         return wish if self.group is None else self._native.wish(wish)
 
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds that each rank has spent outside of exchanges before its updates, but for the first, in their order."""
+        return [] if self.group is None else self._native.rank_seconds()
+
     def fail(self) -> None:
         """Tell the others that this rank has failed, unless they know; nothing is raised where they are gone."""
         with contextlib.suppress(RankError):

@@ -318,8 +318,6 @@ class Loop:
     def _end_window(self, window: Window) -> None:
         progress = self._progress
         progress.window, progress.number = None, progress.number + 1
-        with self._tagged("update"), self.clock.phase("step"):
-            self._logs.rank_times.meet(progress.number)
         self._logs.on_update(window)
         self._tell("on_step", progress.number)
         self._at_intervals()

@@ -69,7 +69,6 @@ class Log:
     Attributes:
         interval: The steps since the last interval.
         ratio: How much updates change the weights.
-        rank_times: How long each rank takes.
     """
 
     def __init__(self, trainer: Training, loggers: Iterable[Logger]) -> None:
@@ -79,7 +78,7 @@ class Log:
         self._loggers = Loggers([JsonLines(trainer.run / LOG), *loggers] if first else [])
         self.interval = Interval(trainer.clock, trainer.log_every)
         self.ratio = UpdateRatio(trainer.step.model, trainer.update_ratio_every)
-        self.rank_times = RankTimes(trainer.step, trainer.log_every)
+        self._rank_times = RankTimes(trainer.step.ranks)
         self._updates: deque[tuple[int, Window | dict[str, Any]]] = deque()  # steps and values not in the log yet
         self._crowded = False
         self._windows = 0  # steps among them
@@ -165,7 +164,7 @@ class Log:
         trainer = self._trainer
         last = self.interval.told = trainer.number if self._read is None else self._read
         record = self.interval.record(trainer.step, trainer.loader, self._left(), trainer.skipped)
-        self.write("interval", record | self.ratio.read() | self.rank_times.take(), last)
+        self.write("interval", record | self.ratio.read() | self._rank_times.take(), last)
 
     def event(self, what: str, text: str, level: Literal["info", "warning", "error"] = "warning") -> None:
         """Log an event."""

@@ -1,4 +1,4 @@
-// The calls from Rust: by the default device to what records there.
+// The calls from Rust: by the default device, or a group's, to what records there or exchanges.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -12,6 +12,7 @@
 #include "cuda/replay/capture.hpp"
 #include "cuda/replay/exchange.hpp"
 #include "group.hpp"
+#include "mlx/distributed/ops.h"
 #include "replay/capture.hpp"
 #include "status.hpp"
 
@@ -287,4 +288,18 @@ int faststep_replay_is_own(const void* array) noexcept {
   constexpr std::string_view names[] = {"Add", "CustomKernel", "Divide", "LogicalNot", "Multiply", "Select", "Sqrt", "Sum"};
   auto is = [name](std::string_view other) { return name == other; };
   return name.starts_with("Compiled") || std::any_of(std::begin(names), std::end(names), is);
+}
+
+int faststep_group_sum_numbers(const void* group, float* numbers, size_t count) {
+  return faststep::guarded([&] {
+    const auto& ranks = faststep::group_at(group);
+    auto stream = faststep::communication_stream(ranks);
+    if (stream.device == mx::Device::gpu) {
+      faststep::replay::sum_numbers(ranks, numbers, count);
+      return;
+    }
+    auto sum = mx::distributed::all_sum(mx::array(numbers, {static_cast<int>(count)}), ranks, stream);
+    sum.eval();
+    std::copy_n(sum.data<float>(), count, numbers);
+  });
 }

@@ -1,10 +1,6 @@
 // A group of processes that exchange arrays. mlx-c's sum takes a stream, and only the group's back end knows its own.
 #include "group.hpp"
 
-#include <algorithm>
-#include <optional>
-
-#include "cuda/replay/exchange.hpp"
 #include "mlx/distributed/distributed_impl.h"
 #include "mlx/distributed/ops.h"
 #include "status.hpp"
@@ -49,19 +45,5 @@ int faststep_group_sum(const void* group, const void* array, void** sum) {
     const auto& ranks = group_at(group);
     auto stream = faststep::communication_stream(ranks);
     *sum = faststep::owned(mx::distributed::all_sum(faststep::at(array), ranks, stream));
-  });
-}
-
-int faststep_group_sum_numbers(const void* group, float* numbers, size_t count) {
-  return faststep::guarded([&] {
-    const auto& ranks = group_at(group);
-    auto stream = faststep::communication_stream(ranks);
-    if (stream.device == mx::Device::gpu) {
-      faststep::replay::sum_numbers(ranks, numbers, count);
-      return;
-    }
-    auto sum = mx::distributed::all_sum(mx::array(numbers, {static_cast<int>(count)}), ranks, stream);
-    sum.eval();
-    std::copy_n(sum.data<float>(), count, numbers);
   });
 }

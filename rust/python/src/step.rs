@@ -317,7 +317,7 @@ impl Step {
             met.map_err(|error| to_python(&error))?;
             let began = Instant::now();
             let found = exchange.call0();
-            ranks.add_seconds(began.elapsed().as_secs_f64());
+            ranks.end_exchange(began);
             found
         })
     }
@@ -325,6 +325,11 @@ impl Step {
     /// Tell the other ranks that this one has failed, unless they know.
     fn fail(&self, py: Python<'_>) -> PyResult<()> {
         self.with_ranks((), |ranks, update| ranks.fail(update, &mut Waiting(py)))
+    }
+
+    /// Return the seconds that each rank has spent outside of exchanges before its updates.
+    fn rank_seconds(&self) -> PyResult<Vec<f64>> {
+        self.with_ranks(Vec::new(), |ranks, _| Ok(ranks.own_seconds().to_vec()))
     }
 
     /// Give a number to the other ranks, from the next round on; return the largest that one has given in the last round.

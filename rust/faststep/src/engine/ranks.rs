@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The numbers of a row.
-const ROW: usize = 7;
+const ROW: usize = 8;
 /// What ranks may meet for, by number: an update first.
 const KINDS: [&str; 6] = [
     "an update",
@@ -44,6 +44,7 @@ pub(super) struct Row {
     pub options: f32,
     kind: f32, // of `KINDS`
     wish: f32,
+    seconds: f32, // since its last one
 }
 
 impl Row {
@@ -56,6 +57,7 @@ impl Row {
             self.options,
             self.kind,
             self.wish,
+            self.seconds,
         ]
     }
 
@@ -69,6 +71,7 @@ impl Row {
             options: at(4),
             kind: at(5),
             wish: at(6),
+            seconds: at(7),
         }
     }
 }
@@ -88,6 +91,8 @@ pub struct Ranks {
     told: bool, // the last round has failed: nobody waits for this rank
     bytes: usize,
     seconds: f64,
+    left: Option<Instant>, // the end of the last row
+    own: Vec<f64>,         // seconds before updates, of each rank
 }
 
 #[allow(clippy::cast_precision_loss)] // below `EXACT`
@@ -130,6 +135,8 @@ impl Ranks {
             told: false,
             bytes: 0,
             seconds: 0.0,
+            left: None,
+            own: Vec::new(),
         }
     }
 
@@ -157,9 +164,16 @@ impl Ranks {
         self.seconds
     }
 
-    /// Count seconds of another exchange.
-    pub fn add_seconds(&mut self, seconds: f64) {
-        self.seconds += seconds;
+    /// The seconds that each rank has spent outside of exchanges before its updates, but for the first one.
+    #[must_use]
+    pub fn own_seconds(&self) -> &[f64] {
+        &self.own
+    }
+
+    /// Count another exchange, which began then.
+    pub fn end_exchange(&mut self, began: Instant) {
+        self.seconds += began.elapsed().as_secs_f64();
+        self.left = Some(Instant::now());
     }
 
     /// Give a number to the others from the next round on.
@@ -232,18 +246,31 @@ impl Ranks {
         self.rounds += 1;
         let started = Instant::now();
         let (rank, size) = (self.group.rank(), self.group.size());
+        let own = self.left.map_or(0.0, |left| (started - left).as_secs_f32());
+        let row = Row {
+            seconds: own,
+            ..row
+        };
         let mut numbers = vec![0.0; ROW * size];
         numbers[ROW * rank..ROW * (rank + 1)].copy_from_slice(&row.numbers());
         self.bytes += size_of_val(&numbers[..]);
         let mut summed = Ok(());
         owner.unlocked(&mut || summed = self.group.sum_numbers(&mut numbers));
-        self.seconds += started.elapsed().as_secs_f64();
+        self.end_exchange(started);
         summed.map_err(|error| self.lost(update, &error))?;
-        Ok(numbers.chunks(ROW).map(Row::of).collect())
+        let rows: Vec<Row> = numbers.chunks(ROW).map(Row::of).collect();
+        self.own.resize(size, 0.0);
+        for (own, row) in self.own.iter_mut().zip(&rows) {
+            if row.kind <= 0.0 {
+                *own += f64::from(row.seconds);
+            }
+        }
+        Ok(rows)
     }
 
-    // an exchange that MLX could not do
-    fn lost(&self, update: usize, error: &Exception) -> Error {
+    // an exchange that MLX could not do: another one may wait for ever
+    fn lost(&mut self, update: usize, error: &Exception) -> Error {
+        self.told = true;
         let (rank, size) = (self.group.rank(), self.group.size());
         let beside = [(rank + size - 1) % size, (rank + 1) % size];
         let beside = if beside[0] == beside[1] {
@@ -280,7 +307,7 @@ impl Ranks {
                 sums = work(&self.group);
             }
         });
-        self.seconds += started.elapsed().as_secs_f64();
+        self.end_exchange(started);
         sums.map_err(|error| self.lost(update, &error))
     }
 
