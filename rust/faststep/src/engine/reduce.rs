@@ -109,7 +109,7 @@ impl Engine {
 
 // Each list is handed over before the next one is made: the order is the same on all ranks. On CUDA each array is one, as those
 // are that `sum_static` sums.
-fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
+pub(super) fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
     let (mut joined, mut lists, mut bytes) = (Vec::new(), Vec::<Vec<Array>>::new(), 0);
     for array in arrays {
         let fits = bytes.max(array.nbytes()) < JOINED_BYTES && !join::is_cuda();

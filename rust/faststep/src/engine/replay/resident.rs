@@ -6,6 +6,7 @@ use mlx_rs::{error::Result as MlxResult, ops, transforms::async_eval, Array};
 use crate::{
     engine::{
         evaluate::{evaluate, synchronize},
+        reduce::summed,
         Engine, Owner,
     },
     error::{Error, Result},
@@ -239,22 +240,25 @@ impl Engine {
         };
         self.resident.as_ref().is_some_and(|resident| {
             let summed = self.places.summed(&self.layout);
-            resident.exchange.is_some() && summed.iter().all(|index| stands(resident, index))
+            let sums = replay::is_on_cpu() || resident.exchange.is_some();
+            sums && summed.iter().all(|index| stands(resident, index))
         })
     }
 
-    /// Sum the window's static arrays over the ranks of a group; what comes next waits for that, and not the caller.
+    /// Sum the window's static arrays over the ranks of a group. On CUDA what comes next waits for that, and not the caller.
     pub(in crate::engine) fn sum_static(&self, group: &Group) -> MlxResult<()> {
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
-        let Some(exchange) = &resident.exchange else {
-            return Err("there is no exchange".into());
-        };
-        let summed = self.places.summed(&self.layout);
-        let arrays = summed.iter();
-        let arrays = arrays.map(|index| resident.arrays[self.layout.len() + index].clone());
-        exchange.sum(group, &arrays.collect::<Vec<_>>(), &resident.gate)
+        let places = self.places.summed(&self.layout).into_iter();
+        let arrays = places.map(|index| resident.arrays[self.layout.len() + index].clone());
+        let arrays: Vec<Array> = arrays.collect();
+        if let Some(exchange) = &resident.exchange {
+            return exchange.sum(group, &arrays, &resident.gate);
+        }
+        let sums = summed(group, arrays.clone())?;
+        let _closed = resident.gate.close();
+        replay::copy(&sums.into_iter().zip(arrays).collect::<Vec<_>>())
     }
 
     // everything that it holds, as its handles stand
