@@ -1,9 +1,9 @@
-// Operations on rows that have kernels of the package's own on a CPU (cpu/softmax.cpp).
-#include <algorithm>
+// Operations that have kernels of the package's own on a CPU (cpu/softmax.cpp, cpu/convolution.cpp).
 #include <vector>
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "cpu/convolution.hpp"
 #include "cpu/softmax.hpp"
 #include "graph/rewrite.hpp"
 #include "lazy.hpp"
@@ -13,19 +13,32 @@ namespace mx = mlx::core;
 
 namespace {
 
-class RowKernels : public faststep::Rewrite {
+class OwnKernels : public faststep::Rewrite {
+ public:
+  explicit OwnKernels(faststep::Convolve convolve) : convolve_(convolve) {}
+
+ private:
   std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
-    auto made = outputs[0].is_tracer() ? faststep::softmax_of(outputs[0]) : std::nullopt;
-    if (!made) {
+    const auto& a = outputs[0];
+    if (!a.is_tracer()) {
       return outputs; // uncompiled, others may hold it
     }
-    faststep::take_module(outputs[0], *made);
+    auto made = faststep::softmax_of(a);
+    if (!made) {
+      made = faststep::convolution_of(a, convolve_);
+    }
+    if (!made) {
+      return outputs;
+    }
+    faststep::take_module(a, *made);
     return {*made};
   }
+
+  faststep::Convolve convolve_;
 };
 
 } // namespace
 
-int faststep_row_kernels(const void* const* arrays, size_t count, void** rewritten) {
-  return faststep::guarded([&] { RowKernels().run(arrays, count, rewritten); });
+int faststep_own_kernels(const void* const* arrays, size_t count, void (*convolve)(const faststep::Convolution*), void** rewritten) {
+  return faststep::guarded([&] { OwnKernels(convolve).run(arrays, count, rewritten); });
 }
