@@ -1,4 +1,4 @@
-"""Measured cases: models, losses and batches in plain MLX, the same for every way of taking a step."""
+"""Measured cases: a model, its loss and its batches, the same for every way of taking a step."""
 
 from __future__ import annotations
 
@@ -10,84 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from models import GPT, MLP, Checkpointed, Llama, QLoRA, Recurrent, ResNet
 
 LossFn = Callable[..., mx.array]
-Batch = tuple[np.ndarray, np.ndarray]
 MAX_GRAD_NORM = 1.0
-CLASSES = 10
-
-
-class MLP(nn.Module):
-    """Linear layers with ReLU between them."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.layers = [nn.Linear(width, width) for _ in range(layers - 1)]
-        self.head = nn.Linear(width, CLASSES)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map float32 [batch, width] to logits, float32 [batch, 10]."""
-        for layer in self.layers:
-            x = nn.relu(layer(x))
-        return self.head(x)
-
-    @staticmethod
-    def draw(rng: np.random.Generator, batch: int, width: int, **_: int) -> Batch:
-        """Draw float32 [batch, width] and classes, int32 [batch]."""
-        x = rng.standard_normal((batch, width), dtype=np.float32)
-        return x, rng.integers(CLASSES, size=batch, dtype=np.int32)
-
-
-class GPT(nn.Module):
-    """MLX's own encoder with a causal mask; 24 layers of it make 293 tensors."""
-
-    def __init__(self, layers: int, width: int, heads: int, seq: int, vocab: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tokens = nn.Embedding(vocab, width)
-        self.positions = nn.Embedding(seq, width)
-        self.blocks = nn.TransformerEncoder(layers, width, num_heads=heads, norm_first=True)
-        self.head = nn.Linear(width, vocab, bias=False)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Map tokens, int32 [batch, seq], to logits, [batch, seq, vocab] in the dtype of the parameters."""
-        x = self.tokens(tokens) + self.positions(mx.arange(tokens.shape[1]))
-        return self.head(self.blocks(x, "causal"))  # the mask for which MLX's GPU attention has a kernel
-
-    @staticmethod
-    def draw(rng: np.random.Generator, batch: int, seq: int, vocab: int, **_: int) -> Batch:
-        """Draw tokens, int32 [batch, seq], and those one later."""
-        tokens = rng.integers(vocab, size=(batch, seq + 1), dtype=np.int32)
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-class Block(nn.Module):
-    """A norm, and two linear layers with SiLU between them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map [batch, width] to [batch, width]."""
-        y: mx.array = self.down(nn.silu(self.up(self.norm(x))))
-        return y
-
-
-class Checkpointed(nn.Module):
-    """Blocks whose activations are computed once more for the gradient: small tensors, large activations."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.blocks = [Block(width) for _ in range(layers)]
-        self.head = nn.Linear(width, CLASSES)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Map float32 [batch, width] to logits, float32 [batch, 10]."""
-        for block in self.blocks:
-            x = nn.utils.checkpoint(block)(x)
-        return self.head(x)
-
-    draw = staticmethod(MLP.draw)
 
 
 def loss_fn(model: nn.Module, x: mx.array, y: mx.array) -> mx.array:
@@ -124,13 +50,15 @@ class Case:
         shape: Its arguments.
         batch: The number of examples in a batch.
         dtype: The dtype of parameters and optimizer state.
+        compared: The number of first losses that every way has to give; batch norm makes more of rounding each step.
     """
 
     title: str
-    model: type[MLP] | type[GPT] | type[Checkpointed]
+    model: type[MLP | GPT | Checkpointed | ResNet | Recurrent | Llama]
     shape: dict[str, int]
     batch: int
     dtype: mx.Dtype = mx.float32
+    compared: int = 8
 
     def new_run(
         self,
@@ -181,6 +109,33 @@ CASES = {
         {"layers": 8, "width": 128},
         batch=2048,
     ),
+    "resnet": Case("ResNet-20 for images of 32 x 32, batch 32", ResNet, {"blocks": 3, "width": 16}, 32, compared=2),
+    "lstm": Case(
+        "LSTM, 2 layers x 256, vocabulary 64, batch 16, sequence 64",
+        Recurrent,
+        {"layers": 2, "width": 256, "seq": 64, "vocab": 64},
+        batch=16,
+    ),
+    "llama": Case(
+        "Llama, 6 layers x 256, 8 heads over 2 keys, hidden 704, vocabulary 512, batch 4, sequence 128",
+        Llama,
+        {"layers": 6, "width": 256, "heads": 8, "shared": 4, "hidden": 704, "seq": 128, "vocab": 512},
+        batch=4,
+    ),
+    "moe": Case(
+        "Llama, 4 layers x 128, 4 heads, 2 of 8 experts with hidden 256, vocabulary 512, batch 4, sequence 64",
+        Llama,
+        {"layers": 4, "width": 128, "heads": 4, "shared": 1, "hidden": 256, "seq": 64, "vocab": 512, "experts": 8},
+        batch=4,
+    ),
+    "qlora": Case(
+        "Llama, 4 layers x 256, 4 heads, hidden 704, vocabulary 512, 4-bit weights in groups of 64, LoRA of rank 8, "
+        "batch 2, sequence 64",
+        QLoRA,
+        {"rank": 8, "layers": 4, "width": 256, "heads": 4, "shared": 1, "hidden": 704, "seq": 64, "vocab": 512},
+        batch=2,
+    ),
+    "long": gpt(layers=2, width=256, heads=4, batch=1, seq=2048),
     "gpt24": gpt(layers=24, width=64, heads=4, batch=1, seq=16),
     "gpt4": gpt(layers=4, width=128, heads=4, batch=4, seq=64),
     "gpt768": gpt(layers=2, width=768, heads=12, batch=1, seq=32, vocab=512),
@@ -188,5 +143,5 @@ CASES = {
     "gpt2": gpt2(),
     "gpt2-bf16": gpt2(dtype=mx.bfloat16),
 }
-ON_CPU = ("mlp", "blocks", "gpt24", "gpt4", "gpt768")
+ON_CPU = ("mlp", "blocks", "resnet", "lstm", "llama", "moe", "qlora", "long", "gpt24", "gpt4", "gpt768")
 ON_GPU = ("mlp", "gpt24", "gpt6", "gpt2", "gpt2-bf16")

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-from cases import MLP, Case
+from cases import Case
 from faststep import Step
 from faststep.checkpoints import Checkpoints
+from models import MLP
 from rich.console import Console
 from rich.table import Table
 from samples import Sample, arguments, bars, use_device

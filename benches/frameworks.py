@@ -16,9 +16,14 @@ import peers
 from cases import MAX_GRAD_NORM, Case
 from machine import ROOT
 from mlx.utils import tree_flatten
+from models import GPT, MLP, Checkpointed, Llama, Recurrent, ResNet
 from samples import on_gpu
 
 PEERS = {"PyTorch": "torch_peer.py", "JAX": "jax_peer.py"}
+MODELS: dict[str, tuple[type, ...]] = {
+    "PyTorch": (MLP, GPT),
+    "JAX": (MLP, GPT, Checkpointed, ResNet, Recurrent, Llama),
+}  # that a peer has
 
 
 @contextlib.contextmanager

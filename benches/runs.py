@@ -22,8 +22,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from cases import GPT, MLP, Case, loss_fn
+from cases import Case, loss_fn
 from machine import resident
+from models import GPT, MLP
 from samples import Sample, alone, arguments, bars, use_device
 from ways import COMPILED, FAST, FLUSHED, WAYS
 

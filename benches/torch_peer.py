@@ -39,7 +39,7 @@ WARM_UP = 3  # steps before a capture, as PyTorch's documentation has it
 
 
 class MLP(nn.Module):
-    """The MLP of ``cases.py``."""
+    """The MLP of ``models.py``."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
 
 class GPT(nn.Module):
-    """The GPT of ``cases.py``; its parameters have the same names."""
+    """The GPT of ``models.py``; its parameters have the same names."""
 
     def __init__(self, layers: int, width: int, heads: int, seq: int, vocab: int) -> None:
         super().__init__()

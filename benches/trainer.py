@@ -16,11 +16,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from cases import GPT, MLP, Case
+from cases import Case
 from faststep import Step
 from faststep.data import Loader
 from faststep.loggers import Progress
 from faststep.training import Callback, Trainer
+from models import GPT, MLP
 from samples import Sample, arguments, bars, use_device
 from timing import in_turns
 

@@ -15,7 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from cases import CASES, Batch, Case, Run, loss_fn
+from cases import CASES, Case, Run, loss_fn
+from models import Batch
 from samples import Sample, arguments, bars, on_gpu, use_device
 from timing import block_size, in_turns, run_block
 from ways import COMPILED, FAST, PLAIN, WAYS, StepFn

@@ -49,6 +49,25 @@ struct QuantizedProduct {
   float* scratch;
 };
 
+// A convolution of images of float32, or the gradient of its weights, by patches of the images. Pairs: height and width.
+struct Convolution {
+  size_t is_gradient; // of [patches, outputs] in `other`; otherwise the weights are there
+  size_t images;
+  size_t channels;
+  size_t outputs;
+  size_t size[2]; // of an image
+  size_t kernel[2];
+  size_t patches[2]; // of an image
+  size_t stride[2]; // of patches, over the image with its padding and its dilation
+  size_t dilation[2]; // of the image
+  size_t padding[2]; // before the image
+  const float* x;
+  const float* other;
+  float* out;
+
+  bool operator==(const Convolution&) const = default;
+};
+
 // What a call of the compiler for a fused kernel comes to: a library, or nothing, where MLX is to say whether it has one; `ask`: one is
 // made meanwhile.
 enum class KernelCall : int { compile = 0, look = 1, ask = 2 };
@@ -194,14 +213,15 @@ void faststep_labels_clear() noexcept;
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
-// On a CPU: operations on rows of a trace that have kernels of our own, with MLX's bits, are computed by these: the replacement of
-// each of these arrays.
-int faststep_row_kernels(const void* const* arrays, size_t count, void** rewritten);
+// On a CPU: operations of a trace that have kernels of our own are computed by these: the replacement of each of these arrays.
+// `convolve` may be null.
+int faststep_own_kernels(
+    const void* const* arrays, size_t count, void (*convolve)(const faststep::Convolution*), void** rewritten);
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.
 int faststep_sum_slices(const void* const* arrays, size_t count, void** summed);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which
-// may be null, where MLX's own operations would give other bits.
-int faststep_straight(const void* gradient, faststep::Sgemm sgemm, void** straight);
+// may be null, where MLX's own operations would give other bits. `joins`: a sum of many products may be one, with other bits.
+int faststep_straight(const void* gradient, faststep::Sgemm sgemm, int joins, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
 int faststep_fuse(const void* const* arrays, size_t count);
 // Put casts that fused kernels read into the kernels that compute these arrays.

@@ -18,7 +18,7 @@ void take_blocks(const mx::array& root, std::unordered_set<std::uintptr_t>& seen
   };
   visit(root, is_new, [&](const mx::array& array) {
     if (is_new(array)) {
-      auto kernel = in_blocks(array.primitive_ptr());
+      auto kernel = by_blocks(array);
       for (auto& out : array.outputs()) {
         seen.insert(out.id());
         out.primitive_ptr() = kernel;

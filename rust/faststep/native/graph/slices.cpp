@@ -10,6 +10,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "cpu/pace.hpp"
 #include "cpu/slices.hpp"
 #include "graph/rewrite.hpp"
 #include "lazy.hpp"
@@ -36,19 +37,8 @@ bool is_sum(const mx::array& a) {
   return is_lazy(a, "Add") && is_known && a.is_tracer();
 }
 
-// What waits for a part of the step to be done (cpu/pace.cpp) is what it is made of: of several arrays, the one in its place.
-bool is_zero(const mx::array& a) {
-  const auto* zero = &a;
-  while (is_lazy(*zero, "Pace") || is_lazy(*zero, "Wait")) {
-    auto outputs = zero->outputs();
-    auto is_it = [zero](const mx::array& output) { return output.id() == zero->id(); };
-    zero = &zero->inputs()[std::find_if(outputs.begin(), outputs.end(), is_it) - outputs.begin()];
-  }
-  return faststep_array_is_zero(zero) != 0;
-}
-
 std::optional<Slice> slice_of(const mx::array& a) {
-  if (!is_lazy(a, "SliceUpdate") || !is_zero(a.inputs()[0])) {
+  if (!is_lazy(a, "SliceUpdate") || faststep_array_is_zero(&faststep::passed_on(a.inputs()[0])) == 0) {
     return std::nullopt;
   }
   auto [kind, start, end, steps] = static_cast<const mx::SliceUpdate&>(a.primitive()).state();

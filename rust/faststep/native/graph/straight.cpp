@@ -68,14 +68,41 @@ std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sg
   return sgemm && !empty ? std::optional(faststep::turned_product(factors[0], factors[1], sgemm)) : std::nullopt;
 }
 
+// From so many products on, each smaller than a sum of them, their sum is one product, in another order.
+constexpr size_t many_products = 8;
+
+// The sum of (a b)^T, or of a b, as one product of the factors below each other: the gradient of what is used step by step, as in a
+// recurrent layer. Nothing: other terms.
+std::optional<mx::array> joined_product(const std::vector<mx::array>& terms) {
+  bool turns = transposed(terms[0]) != nullptr;
+  std::vector<mx::array> left, right;
+  for (auto term = terms.rbegin(); term != terms.rend(); ++term) {
+    const auto* product = turns ? transposed(*term) : &*term;
+    bool fits = product && is_matrix(*product, "Matmul") && product->dtype() == mx::float32 &&
+        product->inputs()[0].shape(1) < std::min(product->shape(0), product->shape(1));
+    if (!fits) {
+      return std::nullopt;
+    }
+    left.push_back(turned(product->inputs()[0]));
+    right.push_back(product->inputs()[1]);
+  }
+  auto all = [](const std::vector<mx::array>& parts) { return mx::concatenate(parts, 0); };
+  return turns ? mx::matmul(mx::transpose(all(right)), all(left)) : mx::matmul(mx::transpose(all(left)), all(right));
+}
+
 // The gradient of a matrix: a product, or of one that is used more than once a sum of them, one added after the other.
-mx::array straight(const mx::array& a, faststep::Sgemm sgemm) {
+mx::array straight(const mx::array& a, faststep::Sgemm sgemm, bool joins) {
   std::vector<mx::array> terms;
   auto first = a;
   for (; is_matrix(first, "Add"); first = mx::array(first.inputs()[0])) {
     terms.push_back(first.inputs()[1]);
   }
   terms.push_back(first);
+  if (joins && terms.size() >= many_products) {
+    if (auto joined = joined_product(terms)) {
+      return *joined;
+    }
+  }
   bool turns = false;
   for (auto& term : terms) {
     auto made = straight_product(term, sgemm);
@@ -110,10 +137,10 @@ mx::array straight_on_gpu(const mx::array& a) {
 
 } // namespace
 
-int faststep_straight(const void* gradient, faststep::Sgemm sgemm, void** out) {
+int faststep_straight(const void* gradient, faststep::Sgemm sgemm, int joins, void** out) {
   return faststep::guarded([&] {
     const auto& in = faststep::at(gradient);
-    auto made = mx::default_device() == mx::Device::cpu ? straight(in, sgemm) : straight_on_gpu(in);
+    auto made = mx::default_device() == mx::Device::cpu ? straight(in, sgemm, joins != 0) : straight_on_gpu(in);
     if (made.id() == in.id()) {
       return faststep::not_applicable;
     }

@@ -140,7 +140,7 @@ class Tape {
       constants_.push_back(array);
     } else {
       outputs = array.outputs();
-      step.primitive = in_blocks(array.primitive_ptr());
+      step.primitive = by_blocks(array);
       for (const auto& in : array.inputs()) {
         step.inputs.push_back(numbers.at(in.id()));
       }

@@ -17,10 +17,10 @@ use super::ffi::{
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
     faststep_eval_one_by_one, faststep_is_transforming, faststep_kernels, faststep_merge,
-    faststep_row_kernels, faststep_sum_rows, faststep_sum_slices, faststep_watch_free,
+    faststep_own_kernels, faststep_sum_rows, faststep_sum_slices, faststep_watch_free,
     faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
-use super::{join, kernels};
+use super::{convolution, join, kernels};
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
 #[must_use]
@@ -170,7 +170,7 @@ pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     if !join::is_cuda() {
         let summed = rows_summed(&merged)?;
         if kernels::wanted() {
-            each(&summed, faststep_row_kernels)
+            each(&summed, own_kernels)
         } else {
             Ok(summed)
         }
@@ -188,6 +188,11 @@ pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
 /// When there is no memory.
 pub(crate) fn rows_summed(arrays: &[Array]) -> Result<Vec<Array>> {
     each(arrays, faststep_sum_rows)
+}
+
+unsafe extern "C" fn own_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int {
+    // SAFETY: as the caller says; the function is never unloaded.
+    unsafe { faststep_own_kernels(arrays, count, convolution::function(), rewritten) }
 }
 
 /// What a rewrite of a lazy graph makes of each array.

@@ -54,6 +54,25 @@ pub(crate) struct QuantizedProduct {
     pub scratch: *mut f32,
 }
 
+/// A convolution of images, or the gradient of its weights. Pairs: height and width.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Convolution {
+    pub is_gradient: usize, // of [patches, outputs] in `other`; otherwise the weights are there
+    pub images: usize,
+    pub channels: usize,
+    pub outputs: usize,
+    pub size: [usize; 2], // of an image
+    pub kernel: [usize; 2],
+    pub patches: [usize; 2],  // of an image
+    pub stride: [usize; 2],   // of patches, over the image with its padding and its dilation
+    pub dilation: [usize; 2], // of the image
+    pub padding: [usize; 2],  // before the image
+    pub x: *const f32,
+    pub other: *const f32,
+    pub out: *mut f32,
+}
+
 /// An operation that has been timed.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -196,12 +215,21 @@ extern "C" {
 
     pub(crate) fn faststep_merge(arrays: Handles, count: usize, merged: *mut New) -> c_int;
     pub(crate) fn faststep_sum_rows(arrays: Handles, count: usize, summed: *mut New) -> c_int;
-    pub(crate) fn faststep_row_kernels(arrays: Handles, count: usize, rewritten: *mut New)
-        -> c_int;
+    pub(crate) fn faststep_own_kernels(
+        arrays: Handles,
+        count: usize,
+        convolve: Option<extern "C" fn(*const Convolution)>,
+        rewritten: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_sum_slices(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;
-    pub(crate) fn faststep_straight(gradient: Handle, sgemm: Sgemm, straight: *mut New) -> c_int;
+    pub(crate) fn faststep_straight(
+        gradient: Handle,
+        sgemm: Sgemm,
+        joins: c_int,
+        straight: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_fuse(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_fuse_casts(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_kinds(

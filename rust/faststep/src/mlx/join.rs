@@ -4,7 +4,7 @@
 //! small tasks or kernels a step, each of which costs more to start than to run. The C++ in `native` makes one of them.
 #![allow(unsafe_code)]
 
-use std::ptr;
+use std::{ffi::c_int, ptr};
 
 use mlx_rs::{error::Result, ops, Array};
 
@@ -16,6 +16,7 @@ use super::{
         faststep_straight, faststep_sum_of_squares, faststep_wait, handle, handles, is_done, made,
         owned,
     },
+    kernels,
 };
 
 /// Largest number of tensors of one kernel: their pointers are its parameters, of which 4 KB are guaranteed.
@@ -31,14 +32,17 @@ pub fn is_cuda() -> bool {
 }
 
 /// The gradient of a matrix as a product, where it is the transpose of one: what is computed then lies row after row. `alone`:
-/// its buffer is its own, and memory for another such is worth it.
+/// its buffer is its own, and memory for another such is worth it. On a CPU a sum of many products becomes one product, unless
+/// `FASTSTEP_KERNELS` is 0.
 ///
 /// # Errors
 /// When MLX refuses the product.
 pub(crate) fn straight(gradient: &Array, alone: bool) -> Result<Array> {
     let sgemm = alone.then(blas::of_mlx).flatten();
+    let joins = c_int::from(kernels::wanted());
     // SAFETY: a live array, and the function of that name or none.
-    let made = made(|straight| unsafe { faststep_straight(handle(gradient), sgemm, straight) })?;
+    let made =
+        made(|straight| unsafe { faststep_straight(handle(gradient), sgemm, joins, straight) })?;
     Ok(made.unwrap_or_else(|| gradient.clone()))
 }
 

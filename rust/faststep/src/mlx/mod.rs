@@ -2,14 +2,15 @@
 //!
 //! All unsafe code of the crate is here and in `memory/simulator.rs`. Uses `error`.
 //!
-//! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `join`, `graph` and
-//! `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write
+//! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `convolution`, `join`,
+//! `graph` and `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write
 //! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by, and `caller` is for small steps on a CPU. `group` has the sums over other
 //! processes.
 pub mod array;
 pub mod blas;
 pub mod called;
 pub(crate) mod caller;
+pub(crate) mod convolution;
 pub(crate) mod ffi;
 pub(crate) mod fuse;
 pub mod graph;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <string_view>
 #include <typeinfo>
 #include <unordered_map>
 #include <utility>
@@ -12,6 +13,7 @@
 
 #include "mlx/primitives.h"
 #include "cpu/blocks/program.hpp"
+#include "cpu/on_cpu.hpp"
 #include "cpu/replay/task.hpp"
 #include "ffi.hpp"
 #include "kernel.hpp"
@@ -95,7 +97,48 @@ class InBlocks : public mx::Compiled {
   bool is_compiled_ = false;
 };
 
+// An operation that is in no kernel, with MLX's bits: its library calls a function for each element.
+class ByVectors : public OnCpu {
+ public:
+  ByVectors(std::shared_ptr<mx::Primitive> operation, std::shared_ptr<const blocks::Program> program)
+      : OnCpu(operation->stream()), operation_(std::move(operation)), program_(std::move(program)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    std::vector<mx::array> outputs{out};
+    blocks::Program::dispatch(program_, inputs, outputs, stream());
+  }
+
+  const char* name() const override {
+    return operation_->name();
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return std::string_view(name()) == other.name();
+  }
+
+ private:
+  std::shared_ptr<mx::Primitive> operation_;
+  std::shared_ptr<const blocks::Program> program_;
+};
+
+bool has_vectors(const mx::array& array) {
+  std::string_view name = array.primitive().name();
+  bool is_known = name == "Exp" || name == "Sigmoid" || name == "Erf";
+  return is_known && array.dtype() == mx::float32 && array.ndim() > 0 && array.primitive().device() == mx::Device::cpu &&
+      dynamic_cast<const OnCpu*>(&array.primitive()) == nullptr;
+}
+
 } // namespace
+
+std::shared_ptr<mx::Primitive> by_blocks(const mx::array& array) {
+  if (is_made == nullptr || !has_vectors(array)) {
+    return in_blocks(array.primitive_ptr());
+  }
+  mx::array in(array.shape(), mx::float32, nullptr, {});
+  mx::array out(array.shape(), mx::float32, array.primitive_ptr(), {in});
+  auto program = blocks::Program::of(mx::Compiled(array.primitive().stream(), {in}, {out}, {out}, {}));
+  return std::make_shared<ByVectors>(array.primitive_ptr(), std::move(program));
+}
 
 std::shared_ptr<mx::Primitive> in_blocks(const std::shared_ptr<mx::Primitive>& kernel) {
   bool is_one = is_made != nullptr && typeid(*kernel) == typeid(mx::Compiled) && kernel->device() == mx::Device::cpu;

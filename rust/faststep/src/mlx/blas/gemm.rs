@@ -340,25 +340,26 @@ pub fn bound() -> Option<Sgemm> {
 }
 
 impl Sgemm {
-    /// c = a b, or a b^T where `transposed`, of matrices that lie row after row: m x k, k x n, m x n, each with how many
-    /// numbers a row is from the next.
+    /// c = a b + beta c, or of a^T or b^T where `transposed`, of matrices that lie row after row: m x k, k x n, m x n, each
+    /// with how many numbers a row is from the next.
     ///
     /// # Safety
     /// `a`, `b` and `c` have that many rows, and nobody else writes to `c` meanwhile.
     pub unsafe fn call(
         self,
-        transposed: bool,
+        transposed: [bool; 2],
         shape: [usize; 3],
         a: (*const f32, usize),
         b: (*const f32, usize),
+        beta: f32,
         c: (*mut f32, usize),
     ) {
         let int = |size| c_int::try_from(size).unwrap_or(0);
         let [m, n, k] = shape.map(int);
-        let tb = if transposed { TRANSPOSED[0] } else { PLAIN };
+        let [ta, tb] = transposed.map(|is| if is { TRANSPOSED[0] } else { PLAIN });
         (self.0)(
             BY_ROWS,
-            PLAIN,
+            ta,
             tb,
             m,
             n,
@@ -368,7 +369,7 @@ impl Sgemm {
             int(a.1),
             b.0,
             int(b.1),
-            0.0,
+            beta,
             c.0,
             int(c.1),
         );

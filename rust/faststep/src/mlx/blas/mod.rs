@@ -171,10 +171,11 @@ mod imp {
     impl Sgemm {
         pub unsafe fn call(
             self,
-            _transposed: bool,
+            _transposed: [bool; 2],
             _shape: [usize; 3],
             _a: (*const f32, usize),
             _b: (*const f32, usize),
+            _beta: f32,
             _c: (*mut f32, usize),
         ) {
             match self {}

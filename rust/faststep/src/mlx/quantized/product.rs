@@ -168,10 +168,11 @@ impl<T: Element> Product<'_, T> {
         // SAFETY: `x` has the block's rows, `wide` these columns of the weights, and `c` room for the product.
         unsafe {
             self.sgemm.call(
-                self.transposed,
+                [false, self.transposed],
                 [block.rows.len(), columns, self.inner],
                 (block.x, self.inner),
                 (wide.as_ptr(), ldb),
+                0.0,
                 (c, ldc),
             );
         }

@@ -1,0 +1,44 @@
+// Operations that have kernels of the package's own on a CPU (cpu/softmax.cpp, cpu/convolution.cpp).
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+#include "cpu/convolution.hpp"
+#include "cpu/softmax.hpp"
+#include "graph/rewrite.hpp"
+#include "lazy.hpp"
+#include "status.hpp"
+
+namespace mx = mlx::core;
+
+namespace {
+
+class OwnKernels : public faststep::Rewrite {
+ public:
+  explicit OwnKernels(faststep::Convolve convolve) : convolve_(convolve) {}
+
+ private:
+  std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
+    const auto& a = outputs[0];
+    if (!a.is_tracer()) {
+      return outputs; // uncompiled, others may hold it
+    }
+    auto made = faststep::softmax_of(a);
+    if (!made) {
+      made = faststep::convolution_of(a, convolve_);
+    }
+    if (!made) {
+      return outputs;
+    }
+    faststep::take_module(a, *made);
+    return {*made};
+  }
+
+  faststep::Convolve convolve_;
+};
+
+} // namespace
+
+int faststep_own_kernels(const void* const* arrays, size_t count, void (*convolve)(const faststep::Convolution*), void** rewritten) {
+  return faststep::guarded([&] { OwnKernels(convolve).run(arrays, count, rewritten); });
+}
