@@ -35,8 +35,20 @@ pub enum Part {
     Batch,
     /// The update by the window's average.
     Update(Rule),
+    /// Loss and gradients, clipped, for an update by the host's optimizer.
+    Clipped,
+    /// The update by the host's optimizer, of whose code the graph is another one at each call, with the gradients of [`Part::Clipped`].
+    Given,
     /// Loss and gradients by tensor.
     Gradients,
+}
+
+impl Part {
+    /// Return whether a loss is computed in it.
+    #[must_use]
+    pub fn has_loss(&self) -> bool {
+        !matches!(self, Self::Update(_) | Self::Given)
+    }
 }
 
 /// The computation of a trace, apart from the model.
