@@ -98,6 +98,9 @@ impl<'a, 'py> Holder<'a, 'py> {
 impl Owner for Holder<'_, '_> {
     fn release(&mut self) {
         self.released = true;
+        if self.calls.is_some() {
+            return; // code that is yet to be called may come by the arrays
+        }
         self.before = None; // or it would hold arrays that the update writes over
         let hollow = faststep::engine::array::hollow();
         let mut slots: HashMap<usize, isize> = HashMap::new(); // of an object that stands in the model twice
@@ -110,8 +113,7 @@ impl Owner for Holder<'_, '_> {
             let slots = slots.get(&slot.object.as_ptr().addr()).copied();
             slot.empty(&hollow, slots.unwrap_or(1));
         }
-        // code that is yet to be called reads the state
-        for slot in self.prepared.state.iter().filter(|_| self.calls.is_none()) {
+        for slot in &self.prepared.state {
             slot.empty(&hollow, 1);
         }
         let Some(moments) = &mut self.moments else {
