@@ -52,12 +52,7 @@ MEASURE = """
 """
 
 
-EAGER = pytest.param(
-    "mlp-own-optimizer", marks=pytest.mark.xfail(reason="plans for one's own optimizer are 15 to 40 % too high")
-)
-
-
-@pytest.mark.parametrize("name", [*(name for name in CASES if name != "mlp-own-optimizer"), EAGER])
+@pytest.mark.parametrize("name", CASES)
 def test_plan_is_near_the_measured_peak(name: str, child: Child) -> None:
     """The peak is known before the first step, and that of more steps after them."""
     model, optimizer, loss, options = CASES[name]

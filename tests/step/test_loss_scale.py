@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from faststep import Step
-from support.helpers import Row, assert_close, flat, snapshot
+from support.helpers import Row, SignedDescent, Tree, assert_close, flat, snapshot
 from support.mixed import SCALE, MixedLoop, Pair, compare, masters, pairs
 from support.models import cross_entropy
 
@@ -60,6 +60,28 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(shown: str, optim
     assert not all(skipped)
     assert step.stats.skipped == 1 + sum(skipped)
     assert scale_of(step)[0] == SCALE / 2 ** (1 + sum(skipped))
+
+
+def test_an_error_in_an_update_counts_no_good_step() -> None:
+    class Failing(SignedDescent):
+        """Fails at its third update."""
+
+        updates = 0
+
+        def apply_gradients(self, gradients: Tree, parameters: Tree) -> Tree:
+            """Count, and fail."""
+            self.updates += 1
+            if self.updates == 3:
+                raise KeyError("third")
+            return super().apply_gradients(gradients, parameters)
+
+    model, batches = Row("mlp", "adamw").new()[0], Row("mlp", "adamw").case.batches(3)
+    step = Step(model, Failing(1e-3), cross_entropy, compute_dtype=mx.float16)
+    for batch in batches[:2]:
+        step(*batch)
+    with pytest.raises(KeyError, match="third"):
+        step(*batches[2])
+    assert scale_of(step) == (SCALE, 2)
 
 
 def test_an_overflow_within_a_window_is_left_out_of_it() -> None:

@@ -302,6 +302,59 @@ def test_an_error_in_an_update_changes_no_number() -> None:
     assert bool(step(*batches[3]).updated)
 
 
+@pytest.mark.parametrize("name", ["counting", "attribute", "containers", "wrapped", "several"])
+def test_loss_and_gradients_are_captured_where_the_update_is_called(name: str) -> None:
+    make: Make = (OWN | KEEPING)[name]
+    ends = []
+    for replay in (False, True):
+        model, optimizer = ROW.new()[0], make()
+        step = Step(model, optimizer, cross_entropy, max_grad_norm=0.1, replay=replay)
+        mx.random.seed(3)
+        for number, (x, y) in enumerate(ROW.case.batches(2 * STEPS)):
+            out = step(x * float("nan") if number in (4, 8) else x, y)  # a bad batch calls no update
+            assert bool(out.skipped) == (number in (4, 8))
+        assert (step.stats.mode, step.stats.skipped) == ("called", 2)
+        assert [str(trace.replay).startswith("captured") for trace in step.stats.traces] == [replay]
+        ends.append(arrays(model, optimizer))
+    same(*ends)
+
+
+def test_an_update_takes_what_the_loss_has_set() -> None:
+    class Setting(nn.Module):
+        """A linear layer, and a codebook that follows what the layer gives."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.code = nn.Linear(4, 2), mx.zeros(2)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            """Move the codebook, and pull towards it."""
+            y: mx.array = self.layer(x)
+            self.code = 0.9 * self.code + 0.1 * mx.stop_gradient(y).mean(axis=0)
+            return (y - self.code).square().mean()
+
+    def loss_fn(model: nn.Module, x: mx.array) -> mx.array:
+        loss: mx.array = model(x)
+        return loss
+
+    mx.random.seed(1)
+    x, pairs = mx.random.normal((8, 4)), []
+    for replay in (False, True):
+        mx.random.seed(2)
+        pairs.append((Setting(), Attribute()))
+        step = Step(*pairs[-1], loss_fn, replay=replay)
+        for number in range(STEPS):
+            step(x if number != 2 else x * float("inf"))
+        assert (step.stats.mode, step.stats.skipped) == ("called", 1)
+    mx.random.seed(2)
+    reference = (Setting(), Attribute())
+    take = plain_step(*reference, loss_fn)
+    for _ in range(STEPS - 1):
+        take(x)
+    for pair in pairs:
+        same(arrays(*pair), arrays(*reference))
+
+
 def test_what_is_unfrozen_later_begins_late_too() -> None:
     reference, ours = (STILL.new()[0], Late()), (STILL.new()[0], Late())
     take, step = plain_step(*reference, cross_entropy), Step(*ours, cross_entropy)

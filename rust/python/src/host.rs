@@ -13,7 +13,7 @@ mod update;
 use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::{
-    called, Differentiated, Host, LossCall, LossOutput, Owner, UpdateCall, UpdateOutput,
+    Differentiated, Host, LossCall, LossOutput, Owner, UpdateCall, UpdateOutput,
 };
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
@@ -50,8 +50,6 @@ pub struct Current {
     pub update: Update,
     /// The user's optimizer.
     pub optimizer: Py<PyAny>,
-    /// Arrays of the loss that its update may read: the loss, and those that somebody sees or holds.
-    pub seen: Vec<Array>,
     /// An error of the user's code.
     pub raised: Option<PyErr>,
 }
@@ -91,12 +89,7 @@ impl Host for PythonHost {
         let current = self.current.borrow();
         match current.as_ref().map(|current| &current.loss) {
             Some(Loss::Graph(graph, compiled)) => {
-                let made = graph.differentiated(call, scale, *compiled)?;
-                let seen = current.iter().flat_map(|current| &current.seen);
-                let values = std::iter::once(&made.output.loss).chain(&made.output.aux);
-                seen.zip(values)
-                    .try_for_each(|(array, value)| called::fill(array, value))?;
-                Ok(Some(made))
+                graph.differentiated(call, scale, *compiled).map(Some)
             }
             Some(Loss::Arrays(arrays)) => Ok(arrays.take()),
             Some(Loss::None) | None => Ok(None),

@@ -37,7 +37,7 @@ use crate::{
         random::key_list,
     },
     optimizer::members,
-    tree::{slot::Slot, snapshot::Snapshot, text::text, walk::Scope, Tree},
+    tree::{slot::Slot, snapshot::Snapshot, text::text, Tree},
 };
 use lazy::LazyInputs;
 use moments::Moments;
@@ -277,7 +277,7 @@ impl Store {
         let of_engine = self.engine.as_ref().map_or(0, |engine| sum(engine.state()));
         match (&self.rule, self.optimizer.bind(py).upgrade()) {
             (Some(Rule::Host), Some(optimizer)) if !self.takes_state => {
-                let (_, slots) = Tree::record(&optimizer, Scope::Whole)?;
+                let slots = Tree::slots(&optimizer)?;
                 let arrays = slots.iter().filter_map(|slot| bridge::get(&slot.object));
                 Ok(of_engine + sum(&arrays.collect::<Vec<_>>()))
             }

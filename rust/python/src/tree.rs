@@ -159,6 +159,16 @@ impl Tree {
         Ok((tree, slots))
     }
 
+    /// The arrays' slots in `root`, as of [`Tree::record`] of the whole, without the structure around them.
+    ///
+    /// # Errors
+    /// When the tree is nested too deeply.
+    pub fn slots<'py>(root: &Bound<'py, PyAny>) -> PyResult<Vec<Slot<'py>>> {
+        let mut slots = Slots::default();
+        let walked = walk(root.clone(), Place::Tuple, &mut slots);
+        walked.map(|()| slots.0).ok_or_else(nested_too_deeply)
+    }
+
     /// Record the model of a step.
     ///
     /// # Errors
@@ -309,6 +319,41 @@ impl Tree {
     }
 }
 
+fn nested_too_deeply() -> PyErr {
+    PyRecursionError::new_err(format!(
+        "the tree is nested more than {MAX_DEPTH} levels deep: does a part of it contain the whole?"
+    ))
+}
+
+/// Collects the arrays that have a place.
+#[derive(Default)]
+struct Slots<'py>(Vec<Slot<'py>>);
+
+impl<'py> Visitor<'py> for Slots<'py> {
+    fn open(&mut self, _: Kind, _: &Bound<'py, PyAny>, _: usize) -> Option<()> {
+        Some(())
+    }
+
+    fn key(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
+        Some(())
+    }
+
+    fn array(&mut self, place: Place<'py>, object: Bound<'py, PyAny>) -> Option<()> {
+        if !matches!(place, Place::Tuple) {
+            self.0.push(Slot { place, object });
+        }
+        Some(())
+    }
+
+    fn leaf(&mut self, _: &Bound<'py, PyAny>) -> Option<()> {
+        Some(())
+    }
+
+    fn skips(&self, key: &str) -> bool {
+        Scope::Whole.skips(key)
+    }
+}
+
 /// Records what a walk meets.
 #[derive(Default)]
 struct Recorder<'py> {
@@ -331,11 +376,7 @@ impl<'py> Recorder<'py> {
         if walk(root.clone(), Place::Tuple, &mut recorder).is_some() {
             return Ok(recorder);
         }
-        Err(recorder.error.take().unwrap_or_else(|| {
-            PyRecursionError::new_err(format!(
-                "the tree is nested more than {MAX_DEPTH} levels deep: does a part of it contain the whole?"
-            ))
-        }))
+        Err(recorder.error.take().unwrap_or_else(nested_too_deeply))
     }
 
     // a container of a user's class may have attributes

@@ -5,7 +5,7 @@
 //! [`Owner::release`] is called, and shows the new ones afterwards.
 use std::{ops::AddAssign, rc::Rc, sync::Arc};
 
-use mlx_rs::Array;
+use mlx_rs::{error::Result, Array};
 
 use super::{
     meter::Reading,
@@ -31,6 +31,15 @@ pub trait Owner {
     /// each parameter, and to so many of the state's first arrays. None where somebody can, or where it does not know.
     fn holds_alone(&mut self) -> Option<usize> {
         None
+    }
+
+    /// Take what has been computed of a batch, before the host's optimizer is called.
+    ///
+    /// # Errors
+    /// When MLX refuses an array.
+    fn take_batch(&mut self, batch: &Outputs) -> Result<()> {
+        let _ = batch;
+        Ok(())
     }
 
     /// Run work that waits for the device, with whatever lock the caller holds released.

@@ -7,7 +7,7 @@ use super::{run::build, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory::{self, Plan, PlanInputs, PlannedPart},
-    trace::{Call, CallTraces, Inputs, Outputs, Trace},
+    trace::{Call, CallTraces, Inputs, Outputs, Part, Trace},
 };
 
 /// The calls of a plan.
@@ -37,8 +37,8 @@ impl Engine {
         let others = call.count_others();
         let inputs = self.take(call);
         let mut traces: Vec<&mut Trace> = iter::once(trace).chain(update).collect();
-        let planned = Self::build_parts(&mut traces, &inputs).and_then(|outputs| {
-            let parts = (&traces[..], &outputs[..]);
+        let planned = Self::build_parts(&mut traces, &inputs, owner).and_then(|parts| {
+            let parts = (&traces[..], &parts[..]);
             self.planned(parts, &inputs.all(), others, calls, memory::plan)
         });
         self.put_back(inputs);
@@ -51,17 +51,41 @@ impl Engine {
         Ok(plan)
     }
 
-    // the graph of a batch's part, and that of the update by a window where it is another one
-    pub(super) fn build_parts(traces: &mut [&mut Trace], inputs: &Inputs) -> Result<Vec<Outputs>> {
-        let all = inputs_of(traces, inputs);
-        let parts = traces.iter_mut().zip(&all);
-        parts.map(|(trace, inputs)| build(trace, inputs)).collect()
+    // the graph of a batch's part, and that of the update behind it where it is another one, each with its inputs
+    pub(super) fn build_parts(
+        traces: &mut [&mut Trace],
+        inputs: &Inputs,
+        owner: &mut dyn Owner,
+    ) -> Result<Vec<(Inputs, Outputs)>> {
+        let mut parts: Vec<(Inputs, Outputs)> = Vec::new();
+        for trace in traces {
+            if let Some((_, batch)) = parts.last().filter(|_| trace.is_eager()) {
+                owner.take_batch(batch).map_err(Error::Trace)?;
+            }
+            let call = match parts.last_mut() {
+                None => inputs.call.clone(),
+                Some((_, batch)) if trace.recipe.part == Part::Given => {
+                    let given = batch.given.clone(); // which the batch's part computes
+                    let call = inputs.call.of_given(trace.recipe.others, batch);
+                    batch.given = given;
+                    call
+                }
+                Some(_) => inputs.call.of_update(trace.recipe.others, &[]),
+            };
+            let inputs = Inputs {
+                own: inputs.own.clone(),
+                call,
+            };
+            let outputs = build(trace, &inputs)?;
+            parts.push((inputs, outputs));
+        }
+        Ok(parts)
     }
 
     // go through the evaluation of parts that have been built
     pub(super) fn planned<R>(
         &self,
-        (traces, outputs): (&[&mut Trace], &[Outputs]),
+        (traces, parts): (&[&mut Trace], &[(Inputs, Outputs)]),
         inputs: &[Array],
         others: usize,
         PlannedCalls {
@@ -71,9 +95,13 @@ impl Engine {
         }: PlannedCalls<'_>,
         go_through: impl FnOnce(&PlanInputs) -> MlxResult<R>,
     ) -> Result<R> {
-        let parts = traces.iter().zip(outputs);
-        let parts = parts.map(|(trace, outputs)| PlannedPart {
+        let parts = traces.iter().zip(parts);
+        let parts = parts.map(|(trace, (inputs, outputs))| PlannedPart {
             outputs,
+            given: match trace.recipe.part {
+                Part::Given => &inputs.call.rest[1..], // behind the random key
+                _ => &[],
+            },
             keep_gradients: trace.recipe.options.raises(),
             by_buffer: trace.recipe.updates_by_buffer(),
             evaluated: trace.evaluated,
@@ -92,16 +120,4 @@ impl Engine {
         });
         planned.map_err(Error::Trace)
     }
-}
-
-// the inputs of a batch's part, and of an update by a window
-pub(super) fn inputs_of(traces: &[&mut Trace], inputs: &Inputs) -> Vec<Inputs> {
-    let of = |(part, trace): (usize, &&mut Trace)| Inputs {
-        own: inputs.own.clone(),
-        call: match part {
-            0 => inputs.call.clone(),
-            _ => inputs.call.of_update(trace.recipe.others, &[]),
-        },
-    };
-    traces.iter().enumerate().map(of).collect()
 }

@@ -3,12 +3,7 @@ use std::{collections::HashMap, iter};
 
 use mlx_rs::error::Result as MlxResult;
 
-use super::{
-    evaluate::evaluate,
-    plan::{inputs_of, PlannedCalls},
-    run::build,
-    Engine, Owner,
-};
+use super::{evaluate::evaluate, plan::PlannedCalls, run::build, Engine, Owner};
 use crate::{
     error::{Error, Result},
     memory,
@@ -65,13 +60,12 @@ impl Engine {
         calls: PlannedCalls<'_>,
         owner: &mut dyn Owner,
     ) -> Result<Vec<Operation>> {
-        let outputs = Self::build_parts(traces, inputs)?;
-        let parts = (&*traces, &outputs[..]);
+        let made = Self::build_parts(traces, inputs, owner)?;
+        let parts = (&*traces, &made[..]);
         let held = self.planned(parts, &inputs.all(), others, calls, memory::by_operation)?;
         let mut found = Vec::new();
-        let all = inputs_of(traces, inputs);
-        for ((trace, outputs), inputs) in traces.iter_mut().zip(outputs).zip(&all) {
-            found.extend(least_of(trace, outputs, inputs, owner)?);
+        for (trace, (inputs, outputs)) in traces.iter_mut().zip(made) {
+            found.extend(least_of(trace, outputs, &inputs, owner)?);
         }
         hold(&mut found, &held);
         Ok(found)

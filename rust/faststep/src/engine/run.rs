@@ -18,6 +18,12 @@ use crate::{
     trace::{Call, CallTraces, Inputs, Options, Outputs, Part, Recipe, Task, Trace},
 };
 
+/// Arrays of the state from this place on, as they were before a batch.
+struct Before {
+    first: usize,
+    arrays: Vec<Array>,
+}
+
 impl Engine {
     /// The recipe of a part, over the engine's state and so many other arrays.
     #[must_use]
@@ -52,7 +58,9 @@ impl Engine {
         let output = match task {
             Task::Gradients => return self.gradients(traces.trace, call, owner).map(Output::of),
             Task::Flush => self.flush(traces.trace, &call, owner, ranks)?,
-            Task::Whole | Task::Batch { .. } => self.step(traces, call, name, owner, ranks)?,
+            Task::Whole | Task::Called | Task::Batch { .. } => {
+                self.step(traces, call, name, owner, ranks)?
+            }
         };
         if raises && task.accumulates() && task.updates() {
             nonfinite::check_update(output.last())?;
@@ -60,7 +68,7 @@ impl Engine {
         Ok(output)
     }
 
-    // the update follows the batch that fills a window, unless the batch is refused
+    // an update of its own follows a batch that fills a window, or one that the host's optimizer is called for, unless that is refused
     fn step(
         &mut self,
         CallTraces { trace, mut update }: CallTraces<'_>,
@@ -72,18 +80,20 @@ impl Engine {
         self.begin(owner)?;
         let options = trace.recipe.options;
         self.schedule.allow(options.in_flight);
-        let beside = update
-            .as_ref()
-            .map(|update| call.of_update(update.recipe.others, &[]));
+        let beside = update.is_some().then(|| call.clone());
         let before = match (&mut update, &beside) {
-            (Some(update), Some(beside)) => self.prepare(update, beside.clone(), owner)?,
+            (Some(update), Some(beside)) => self.prepare(update, beside, owner)?,
             _ => None,
         };
         let adds = trace.recipe.part.fills_window();
+        let clips = trace.recipe.part == Part::Clipped;
         let mut batch = self.run(trace, call, owner)?;
         self.note(&batch);
         let refused = self.refusal(&options, name, &batch, owner);
-        let approved = refused.is_none();
+        let approved = refused.is_none() && !(clips && self.is_skipped(&batch, owner)?);
+        if approved && update.as_ref().is_some_and(|update| update.is_eager()) {
+            owner.take_batch(&batch).map_err(Error::Trace)?;
+        }
         self.averages |= approved && options.ema_decay.is_some();
         let window = self.window;
         if adds && approved {
@@ -93,17 +103,21 @@ impl Engine {
             self.reduce(round, &options, owner)?;
         }
         let update = match update.zip(beside) {
-            Some((trace, beside)) if approved => match self.update(
-                trace,
-                beside.of_update(trace.recipe.others, &batch.others),
-                owner,
-            ) {
-                Ok(update) => Some(update),
-                Err(error) => {
-                    self.window = window;
-                    return Err(self.without_update(error, before, owner));
+            Some((trace, beside)) if approved => {
+                let others = trace.recipe.others;
+                let call = if clips {
+                    beside.of_given(others, &mut batch)
+                } else {
+                    beside.of_update(others, &batch.others)
+                };
+                match self.update(trace, call, owner) {
+                    Ok(update) => Some(update),
+                    Err(error) => {
+                        self.window = window;
+                        return Err(self.without_update(error, before, owner));
+                    }
                 }
-            },
+            }
             _ => None,
         };
         if let (true, Some(update)) = (options.reduced, &update) {
@@ -112,11 +126,24 @@ impl Engine {
         self.schedule.end();
         let waited = self.wait(options.in_flight, owner);
         refused.map_or(waited, Err)?;
+        let (batch, update) = match update {
+            Some(update) if clips => (batch.and(update), None),
+            update => (batch, update),
+        };
         Ok(Output {
             batch,
             update,
             seconds: self.seconds,
         })
+    }
+
+    // whether nothing is taken of a batch; waits for it
+    fn is_skipped(&mut self, batch: &Outputs, owner: &mut dyn Owner) -> Result<bool> {
+        let waiting = Instant::now();
+        let skipped = batch.skipped.as_ref();
+        let skipped = skipped.map_or(Ok(false), |flag| nonfinite::wait_true(flag, owner));
+        self.seconds.wait += waiting.elapsed().as_secs_f64();
+        skipped.map_err(|error| self.lost(error, owner))
     }
 
     // why a batch is refused where one that is no number raises
@@ -168,20 +195,20 @@ impl Engine {
         })
     }
 
-    // the update has failed, the batch before it has not: with a copy of the sums that it was added to nothing has changed
+    // the update has failed, the batch before it has not: with the state as it was before that nothing has changed
     fn without_update(
         &mut self,
         error: Error,
-        before: Option<Vec<Array>>,
+        before: Option<Before>,
         owner: &mut dyn Owner,
     ) -> Error {
-        match (error, before, self.places.window) {
-            (error, Some(sums), Some(first)) => {
-                self.state.splice(first..first + sums.len(), sums);
+        match (error, before) {
+            (error, Some(Before { first, arrays })) => {
+                self.state.splice(first..first + arrays.len(), arrays);
                 error
             }
-            (Error::Beside(error), ..) => self.lost(error, owner),
-            (error, ..) => error,
+            (Error::Beside(error), None) => self.lost(error, owner),
+            (error, None) => error,
         }
     }
 
@@ -197,30 +224,36 @@ impl Engine {
         Ok(outputs)
     }
 
-    // Try the update out before the batch runs, by the sums that there are, so that one that fails loses no batch. Returns a copy
-    // of the window for an update that cannot be known to succeed.
+    // Try the update out before the batch runs, by the sums that there are, so that one that fails loses no batch. Returns what the
+    // batch changes of the state, for an update that cannot be known to succeed.
     fn prepare(
         &mut self,
         update: &mut Trace,
-        call: Call,
+        call: &Call,
         owner: &mut dyn Owner,
-    ) -> Result<Option<Vec<Array>>> {
+    ) -> Result<Option<Before>> {
         if !update.is_eager() {
             if !update.evaluated.tried {
+                let call = call.of_update(update.recipe.others, &[]);
                 self.try_out(update, call, owner)?;
             }
             return Ok(None);
         }
-        let window = self
-            .places
-            .window
-            .map(|first| first..=first + self.layout.len());
-        Ok(window.map(|window| self.state[window].to_vec()))
+        let (first, count) = match update.recipe.part {
+            Part::Given => (self.places.scale, 2), // and the number of good batches since it changed
+            _ => (self.places.window, self.layout.len() + 1),
+        };
+        Ok(first.map(|first| Before {
+            first,
+            arrays: self.state[first..first + count].to_vec(),
+        }))
     }
 
     fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
         let started = Instant::now();
-        self.pace(trace);
+        if trace.recipe.part.has_loss() {
+            self.pace(trace); // with the update behind it
+        }
         let metered = self.sample(trace, owner)?;
         let (outputs, updates) = match self.replayed(trace, call) {
             Ok(launch) => {

@@ -7,6 +7,8 @@ use crate::{evaluation::Evaluated, layout::Layout, trace::Outputs};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedPart<'a> {
     pub outputs: &'a Outputs,
+    /// Its inputs that the part before it has computed.
+    pub given: &'a [Array],
     pub keep_gradients: bool,
     /// True if the update is evaluated buffer by buffer.
     pub by_buffer: bool,

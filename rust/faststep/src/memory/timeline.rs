@@ -50,7 +50,8 @@ impl Simulated<'_> {
     fn begin(&mut self, part: &PlannedPart) -> Result<()> {
         let outputs = outputs(part);
         let shown = if self.shown { self.plan.shown } else { &[] };
-        let inputs: Vec<&Array> = self.plan.inputs.iter().chain(shown).collect();
+        let inputs = self.plan.inputs.iter().chain(part.given).chain(shown);
+        let inputs: Vec<&Array> = inputs.collect();
         self.simulator.begin(&inputs, &outputs)?;
         self.simulator.hold(&inputs)?;
         self.simulator.hold(&outputs)
@@ -76,7 +77,8 @@ impl Simulated<'_> {
             .iter()
             .map(|(i, _)| &plan.state()[*i])
             .collect();
-        self.simulator.release(&state)
+        self.simulator.release(&state)?;
+        self.simulator.release(&all(part.given))
     }
 }
 
@@ -150,7 +152,10 @@ impl<'a> Evaluate for Simulated<'a> {
         self.simulator.limit(limit);
         let state = part.outputs.state.iter().map(|(_, array)| array);
         let portions = (part.outputs).portions(&part.outputs.parameters, state, part.by_buffer);
-        let gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
+        let mut gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
+        for array in &part.outputs.given {
+            gradients.remove(&array::id(array));
+        }
         let (mut before, mut done) = (0, 0);
         for mut asked in portions {
             self.simulator.wait(std::mem::replace(&mut before, done));

@@ -22,7 +22,7 @@ use super::ffi::{
     faststep_tracer_is_read, faststep_tracers_end, handle, handles, is_done, made, owned, Handle,
     New,
 };
-use super::{array, fuse};
+use super::{array, fuse, tape::Tape};
 
 /// Do `work` as MLX calls a function that it differentiates: what is made meanwhile keeps its graph when it is evaluated.
 ///
@@ -390,9 +390,17 @@ pub fn compiled(graph: Rc<CallGraph>, traced: usize) -> Compiled {
         array::rewritten(&[made.roots, made.held, made.gradients].concat())
     };
     let mut function = compile(body, false);
+    let (mut tape, mut is_known): (Option<Tape>, bool) = (None, false);
     Box::new(move |arrays| {
+        let taped = tape.as_ref().map(|tape| tape.build(&handles(arrays), 0..0));
+        if let Some(outputs) = taped.transpose()?.flatten() {
+            return Ok(outputs);
+        }
         let outputs = function(arrays)?;
         fuse::in_blocks(&outputs)?; // some are evaluated before the trace that they are part of has been made
+        if std::mem::replace(&mut is_known, true) && tape.is_none() {
+            tape = Some(Tape::of(&mut function, arrays)?);
+        }
         Ok(outputs)
     })
 }

@@ -12,7 +12,7 @@ use crate::{
     engine::{Call, Output, Ranks},
     error::{Error, Result},
     mlx::array,
-    trace::{Compiled, Key, Part, Rule, Task, Trace},
+    trace::{Compiled, Key, Rule, Task, Trace},
 };
 
 impl<M: ModuleParameters + 'static> Step<M> {
@@ -63,7 +63,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
     // the call's traces become those used last: that of the update, then that of the batch
     fn find(&mut self, batch: &[Array], task: Task) {
         for part in task.parts(&Rule::Native(self.rules.clone())) {
-            let has_loss = !matches!(part, Part::Update(_));
+            let has_loss = part.has_loss();
             let others = if has_loss { self.others.len() } else { 0 };
             let recipe = self.engine.recipe(part.clone(), self.options, others);
             let key = Key {

@@ -1,5 +1,5 @@
 //! The traces of a step: which one fits a call, why a new one was needed, which one goes first.
-use super::{task::Task, trace::Trace};
+use super::{recipe::Part, task::Task, trace::Trace};
 use crate::mlx::memory;
 
 /// Number of dropped traces after which the C library returns their memory to the system.
@@ -26,7 +26,7 @@ pub struct TraceEntry<K, T> {
     pub trace: Trace,
     /// The host's data.
     pub kept: T,
-    /// Its number among those of the cache.
+    /// Its number among those of the cache; 0: it calls the host at each step, and is no trace to a user.
     pub number: usize,
     cause: String,
     seconds: Option<f64>, // none before its first evaluation is done
@@ -138,7 +138,7 @@ impl<K, T> TraceCache<K, T> {
         let mut entries = self.entries.iter_mut().rev();
         let trace = &mut entries.next()?.trace;
         let update = match task {
-            Task::Batch { fills: true, .. } => Some(&mut entries.next()?.trace),
+            Task::Called | Task::Batch { fills: true, .. } => Some(&mut entries.next()?.trace),
             _ => None,
         };
         Some(CallTraces { trace, update })
@@ -159,8 +159,10 @@ impl<K, T> TraceCache<K, T> {
     pub fn commit(&mut self, seconds: f64) -> bool {
         let before = self.made;
         for entry in self.entries.iter_mut().filter(|e| e.seconds.is_none()) {
-            self.made += 1;
-            entry.number = self.made;
+            if entry.trace.recipe.part != Part::Given {
+                self.made += 1;
+                entry.number = self.made;
+            }
             entry.seconds = Some(seconds);
         }
         self.made > before
@@ -187,7 +189,8 @@ impl<K, T> TraceCache<K, T> {
     /// The traces that are kept, in the order in which they were made.
     #[must_use]
     pub fn records(&self) -> Vec<TraceRecord> {
-        let mut entries: Vec<&TraceEntry<K, T>> = self.entries.iter().collect();
+        let made = self.entries.iter().filter(|entry| entry.number > 0);
+        let mut entries: Vec<&TraceEntry<K, T>> = made.collect();
         entries.sort_by_key(|entry| entry.number);
         let records = entries.into_iter().filter_map(|entry| {
             Some(TraceRecord {

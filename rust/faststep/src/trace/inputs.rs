@@ -7,6 +7,7 @@ use std::{
 
 use mlx_rs::Array;
 
+use super::outputs::Outputs;
 use crate::mlx::{
     array,
     ffi::{handles, Handle},
@@ -95,6 +96,17 @@ impl Call {
         Self {
             others: vec![Rc::new(others.into())],
             rest: Vec::new(),
+        }
+    }
+
+    /// The arguments of an update with what a batch gives it: `others` as in [`Call::of_update`].
+    #[must_use]
+    pub(crate) fn of_given(&self, count: usize, batch: &mut Outputs) -> Self {
+        let key = batch.key.as_ref().or(self.rest.first()).cloned();
+        let given = std::mem::take(&mut batch.given);
+        Self {
+            rest: key.into_iter().chain(given).collect(),
+            ..self.of_update(count, &batch.others)
         }
     }
 

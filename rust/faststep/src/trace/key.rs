@@ -63,8 +63,9 @@ impl Part {
     // the cause of its first trace
     fn first(&self) -> &'static str {
         match self {
-            Self::Whole(_) => "first call",
+            Self::Whole(_) | Self::Clipped => "first call",
             Self::Batch | Self::OnlyBatch => "first batch of a window",
+            Self::Given => "first update by the optimizer's own code",
             Self::Update(_) => "first update by a window",
             Self::Gradients => "first call of gradients()",
         }

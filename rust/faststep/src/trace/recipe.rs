@@ -37,6 +37,10 @@ pub enum Part {
     OnlyBatch,
     /// The update by the window's average.
     Update(Rule),
+    /// Loss and gradients, clipped, for an update by the host's optimizer.
+    Clipped,
+    /// The update by the host's optimizer, of whose code the graph is another one at each call, with the gradients of [`Part::Clipped`].
+    Given,
     /// Loss and gradients by tensor.
     Gradients,
 }
@@ -46,6 +50,12 @@ impl Part {
     #[must_use]
     pub fn fills_window(&self) -> bool {
         matches!(self, Self::Batch | Self::OnlyBatch)
+    }
+
+    /// Return whether a loss is computed in it.
+    #[must_use]
+    pub fn has_loss(&self) -> bool {
+        !matches!(self, Self::Update(_) | Self::Given)
     }
 }
 

@@ -6,6 +6,8 @@ use super::recipe::{Part, Rule};
 pub enum Task {
     /// A batch and an update.
     Whole,
+    /// A batch, and an update that the host's optimizer is called for in between.
+    Called,
     /// A batch for the window, and the update where it is full.
     Batch {
         /// True if it is full by then.
@@ -50,6 +52,7 @@ impl Task {
     pub fn parts(self, rule: &Rule) -> Vec<Part> {
         match self {
             Self::Whole => vec![Part::Whole(rule.clone())],
+            Self::Called => vec![Part::Given, Part::Clipped],
             Self::Batch { fills, only } => {
                 let update = fills.then(|| Part::Update(rule.clone()));
                 let batch = if only { Part::OnlyBatch } else { Part::Batch };

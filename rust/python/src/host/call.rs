@@ -308,11 +308,6 @@ impl<'py> Called<'py> {
         self.given.tracers = Tracers::default();
     }
 
-    /// Arrays that somebody sees or holds: the loss first.
-    pub fn seen(&self) -> Vec<Array> {
-        self.results().chain(&self.held).cloned().collect()
-    }
-
     // the arrays that somebody sees, in the order of the engine's outputs
     fn results(&self) -> impl Iterator<Item = &Array> {
         let results = self.roots.arrays[..self.roots.results].iter();

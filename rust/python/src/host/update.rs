@@ -113,7 +113,7 @@ impl LeftOutUpdate {
 pub struct Observed {
     /// The update that can be left out; none where its graph is not known yet.
     pub update: Option<LeftOutUpdate>,
-    /// The optimizer as the update has left it.
+    /// The optimizer before the update, then as the update has left it.
     pub tree: Option<Tree>,
     /// Why it cannot be left out.
     pub reason: Option<String>,
@@ -161,16 +161,16 @@ struct Given<'py> {
     tracers: Tracers,
     arrays: Vec<Array>,
     counts: (usize, usize, usize), // parameters, other arrays of the model, gradients
-    tree: Tree,
     state: Vec<Slot<'py>>,
 }
 
 impl<'py> Given<'py> {
     fn new(optimizer: &Bound<'py, PyAny>, call: &UpdateCall, compiles: bool) -> PyResult<Self> {
-        let (tree, mut state) = Tree::record(optimizer, Scope::Whole)?;
-        if !compiles {
-            state.clear();
-        }
+        let state = if compiles {
+            Tree::slots(optimizer)?
+        } else {
+            Vec::new()
+        };
         let own = state.iter().filter_map(|slot| bridge::get(&slot.object));
         let own: Vec<Array> = own.collect();
         let arrays = [call.parameters, call.others, call.gradients, &own].concat();
@@ -182,7 +182,6 @@ impl<'py> Given<'py> {
                 call.others.len(),
                 call.gradients.len(),
             ),
-            tree,
             state,
         })
     }
@@ -235,6 +234,9 @@ impl Update {
         if let Some(left_out) = &self.left_out {
             return left_out.outputs(call).map_err(mlx);
         }
+        if let Some(observed) = &mut self.observed {
+            observed.tree = Some(Tree::record(optimizer, Scope::Whole)?.0);
+        }
         let given = Given::new(optimizer, &call, self.compiles)?;
         let mut made = None;
         called::in_tracing(&mut || made = Some(self.traced(optimizer, &call, &given)))
@@ -253,7 +255,8 @@ impl Update {
             held = graph.take_held().map_err(mlx)?;
             let made = graph.run(&given.arrays, &leaves, key).map_err(mlx)?;
             if !is_new {
-                self.observe(optimizer, &given, (graph, leaves), !held.is_empty())?;
+                let is_read = given.tracers.are_read();
+                self.observe(optimizer, is_read, (graph, leaves), !held.is_empty())?;
             }
             let seen = || roots.arrays.iter().chain(&held);
             called::detach(seen());
@@ -288,7 +291,7 @@ impl Update {
     ) -> PyResult<(Form, Roots)> {
         let py = optimizer.py();
         let (model, keys) = (self.model.bind(py), self.key_list.bind(py).clone());
-        let (_, slots) = Tree::of_model(model)?;
+        let slots = Tree::slots(model)?;
         if slots.len() < self.roles.len() {
             return Err(expected("a model with the arrays that it had"));
         }
@@ -391,7 +394,7 @@ impl Update {
         let (others, values): (Vec<_>, Vec<_>) = others.into_iter().unzip();
         arrays.extend(values);
         let before = arrays.len();
-        let state = pending(&Tree::record(optimizer, Scope::Whole)?.1);
+        let state = pending(&Tree::slots(optimizer)?);
         arrays.extend(state.into_iter().map(|(_, array)| array));
         let form = Form {
             given: given.counts,
@@ -406,7 +409,7 @@ impl Update {
     fn observe(
         &mut self,
         optimizer: &Bound<'_, PyAny>,
-        given: &Given<'_>,
+        is_read: bool,
         (graph, leaves): (Rc<KnownGraph>, Vec<Array>),
         keeps: bool,
     ) -> PyResult<()> {
@@ -414,11 +417,12 @@ impl Update {
             return Ok(());
         };
         let (tree, slots) = Tree::record(optimizer, Scope::Whole)?;
-        let reason = if given.tracers.are_read() {
+        let before = observed.tree.take();
+        let reason = if is_read {
             "reads the value of an array"
         } else if keeps {
             "keeps an array in another place than the optimizer"
-        } else if !tree.equals(&given.tree, optimizer.py()) {
+        } else if !before.is_some_and(|before| tree.equals(&before, optimizer.py())) {
             "changes what the optimizer keeps beside arrays"
         } else {
             let state = pending(&slots).into_iter().map(|(at, _)| at).collect();

@@ -88,8 +88,8 @@ fn missing() -> PyErr {
 }
 
 fn key_of(store: &Store, part: Part, mut front: CallKey) -> PyResult<Key> {
-    if part.fills_window() || part == Part::Gradients {
-        front.options = (0, 0); // the optimizer updates nothing in it
+    if !matches!(part, Part::Whole(_) | Part::Update(_)) {
+        front.options = (0, 0); // the optimizer updates nothing in it, or is called
     }
     Ok(Key {
         part,
@@ -103,9 +103,17 @@ fn parts(store: &Store, task: Task) -> PyResult<Vec<Part>> {
     Ok(task.parts(store.rule.as_ref().ok_or_else(missing)?))
 }
 
+/// The task of a call in which the update of this number is left out, if any.
+pub(super) fn task_of(store: &Store, task: Task, update: Option<usize>) -> Task {
+    match (task, &store.rule, update) {
+        (Task::Whole, Some(Rule::Host), None) => Task::Called,
+        _ => task,
+    }
+}
+
 /// The key of the part with the loss, whatever its graph; none where there is no loss.
 pub(super) fn loss_key(store: &Store, batch: &Batch<'_>, task: Task) -> PyResult<Option<Key>> {
-    match parts(store, task)?.pop() {
+    match parts(store, task_of(store, task, None))?.pop() {
         Some(part) if task != Task::Flush => {
             key_of(store, part, call_key(store, batch, None)?).map(Some)
         }
@@ -152,7 +160,7 @@ impl Inner {
         for part in parts(store, task)? {
             let update = self.update_left_out(way);
             let mut front = call_key(store, batch, update)?;
-            let has_loss = !matches!(part, Part::Update(_));
+            let has_loss = part.has_loss();
             if let (Way::LeftOut(number), true) = (way, has_loss) {
                 if update.is_none() {
                     self.traces.use_again(|entry| entry.number == *number);
@@ -185,9 +193,7 @@ impl Inner {
         key: Key,
         graph: Option<&Rc<KnownGraph>>,
     ) -> PyResult<()> {
-        let own = matches!(store.rule, Some(Rule::Host)) && key.part != Part::Gradients;
-        let own = own && key.front.update.is_none();
-        let compiled = match self.compiling(&key.part, graph.is_some(), own) {
+        let compiled = match self.compiling(&key, graph.is_some()) {
             Compiled::Whole if self.has_many_options(&key) => Compiled::Nothing,
             compiled => compiled,
         };
@@ -196,7 +202,7 @@ impl Inner {
             .traces
             .use_again(|entry| equals(&entry.key, &key) && calls == entry.trace.is_partial());
         if let Some(entry) = known {
-            if calls && graph.is_none() {
+            if calls && graph.is_none() && key.part.has_loss() {
                 entry.trace.expect_others(); // a graph has one form of a batch
             }
             return Ok(());
@@ -231,13 +237,14 @@ impl Inner {
         others >= MANY_OPTIONS && !has_these
     }
 
-    // the share of a part that MLX compiles; `own`: the optimizer is the user's own, and may read what the loss has left
-    fn compiling(&self, part: &Part, has_graph: bool, own: bool) -> Compiled {
+    // the share of a part that MLX compiles
+    fn compiling(&self, key: &Key, has_graph: bool) -> Compiled {
         let compiles = self.options.compile && self.has_compiler;
-        let plain = !has_graph && !matches!(part, Part::Update(_));
-        match (compiles, own) {
+        let calls = matches!(&key.part, Part::Given | Part::Update(Rule::Host));
+        let plain = self.plain.is_some() || (!has_graph && key.part.has_loss());
+        match (compiles, calls && key.front.update.is_none()) {
             (false, _) | (true, true) => Compiled::Nothing,
-            (true, false) if plain || self.plain.is_some() => Compiled::Update,
+            (true, false) if plain => Compiled::Update,
             (true, false) => Compiled::Whole,
         }
     }

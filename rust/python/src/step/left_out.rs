@@ -4,7 +4,7 @@
 //! same graph, change nothing that is watched, and call no unknown function.
 use std::rc::Rc;
 
-use faststep::engine::{array::id, Part};
+use faststep::engine::array::id;
 use pyo3::{prelude::*, types::PyTuple};
 
 use super::{
@@ -132,7 +132,7 @@ impl Inner {
     fn changed_since(&self, store: &Store, user: &Arguments<'_>, key: &Key) -> Option<String> {
         let py = user.py();
         let mut recent = self.traces.recent();
-        let last = recent.find(|entry| !matches!(entry.key.part, Part::Update(_)))?;
+        let last = recent.find(|entry| entry.key.part.has_loss())?;
         if matches!(last.kept.watch, Watch::Unknown) {
             return None;
         }
@@ -189,7 +189,7 @@ impl Inner {
         let Some(last) = self.traces.last_mut() else {
             return Ok(None);
         };
-        if last.kept.graph.is_none() || matches!(last.key.part, Part::Update(_)) {
+        if last.kept.graph.is_none() || !last.key.part.has_loss() {
             return Ok(None);
         }
         if let Watch::Stands(list) = &last.kept.watch {

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use super::{
     arguments::{Arguments, Batch},
     call::settle_reshaped,
-    choose::{loss_key, Way},
+    choose::{loss_key, task_of, Way},
     left_out::Standing,
     updates::Take,
     Inner,
@@ -140,6 +140,7 @@ impl Inner {
     ) -> PyResult<T> {
         let mut store = shared.enter()?;
         store.look_again(prepared, &user.model, &user.optimizer)?;
+        let task = task_of(&store, task, self.update_left_out(&way));
         let (shown, signature) = (shown(&store, prepared)?, store.signature()?);
         let updates = matches!(store.rule, Some(Rule::Host));
         let before = updates.then(|| Snapshot::take(&user.model)).transpose()?; // an update of the user's own may change it

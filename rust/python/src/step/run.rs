@@ -2,7 +2,7 @@
 use std::rc::Rc;
 
 use faststep::{
-    engine::{Call, CallTraces, Engine, Output, Role, Rule, Stage, Task},
+    engine::{Call, CallTraces, Engine, Output, Outputs, Role, Rule, Stage, Task},
     Error,
 };
 use mlx_rs::Array;
@@ -10,7 +10,7 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::{Arguments, Batch},
-    choose::Way,
+    choose::{task_of, Way},
     traces::warn,
     Inner,
 };
@@ -20,8 +20,11 @@ use crate::{
         bridge,
         errors::{mlx, to_python},
     },
-    store::{owner::Holder, Prepared, Store},
-    tree::{paths::dotted, snapshot::Snapshot},
+    store::{
+        owner::{CallsUpdate, Holder},
+        Prepared, Store,
+    },
+    tree::paths::dotted,
 };
 
 /// MLX's error texts for a kernel that it cannot compile, and the explanation for the user.
@@ -73,6 +76,7 @@ impl Inner {
         task: Task,
     ) -> PyResult<(Output, bool)> {
         let started = std::time::Instant::now();
+        let task = task_of(store, task, self.update_left_out(way));
         let signature = store.signature()?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let given = (prepared, batch, &mut *way);
@@ -204,10 +208,6 @@ impl Inner {
         let mut others = vec![store.others.clone()];
         let eager = self.traces.last().is_none_or(|last| last.trace.is_eager());
         let by_itself = eager && self.options.compile && self.has_compiler;
-        let seen = match way {
-            Way::Called(called) if eager => called.seen(),
-            _ => Vec::new(),
-        };
         let leaves_out = matches!(way, Way::LeftOut(_));
         let loss = match way {
             Way::Called(called) => {
@@ -243,7 +243,6 @@ impl Inner {
                 observed: self.own_updates.observes(),
             },
             optimizer: user.optimizer.clone().unbind(),
-            seen,
             raised: None,
         }));
         let arrays = batch.arrays.iter().cloned();
@@ -269,11 +268,17 @@ impl Inner {
             called.release();
         }
         let updates = self.calls_update(store, task, way);
-        let before = updates.then(|| Snapshot::take(&user.optimizer));
-        let before = before.transpose()?;
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let moments = store.moments.as_mut();
-        let mut holder = Holder::new(user.py(), prepared, &signature.roles, moments, before);
+        let fill = |outputs: &Outputs| match &*way {
+            Way::Called(called) => called.fill(outputs.loss.iter().chain(&outputs.aux)),
+            _ => Ok(()),
+        };
+        let calls = updates.then_some(CallsUpdate {
+            optimizer: &user.optimizer,
+            fill: &fill,
+        });
+        let mut holder = Holder::new(user.py(), prepared, &signature.roles, moments, calls);
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let (outcome, done) = work(engine, traces, call, &mut holder);
         store.clock.enter(Stage::Objects);

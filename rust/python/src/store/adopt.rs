@@ -99,7 +99,7 @@ impl Store {
             self.rule = Some(Rule::Host);
             let layout = Layout::separate(signature.tensors());
             if self.mixed {
-                widen(&Tree::record(optimizer, Scope::Whole)?.1)?;
+                widen(&Tree::slots(optimizer)?)?;
             }
             let state = self.state_slots(optimizer)?;
             let state = state.iter().filter_map(|slot| bridge::get(&slot.object));
@@ -212,7 +212,7 @@ impl Store {
     ) -> PyResult<Vec<Slot<'py>>> {
         match &self.moments {
             Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
-            None if self.takes_own_state() => Ok(Tree::record(optimizer, Scope::Whole)?.1),
+            None if self.takes_own_state() => Tree::slots(optimizer),
             None => Ok(Vec::new()),
         }
     }

@@ -1,7 +1,8 @@
 //! Release of the user's arrays before an evaluation, and their new values after it.
 use std::collections::HashMap;
 
-use faststep::engine::{Engine, Owner, Role};
+use faststep::engine::{Engine, Outputs, Owner, Role};
+use mlx_rs::error::{Exception, Result as MlxResult};
 use pyo3::prelude::*;
 
 use super::{moments::Moments, Prepared};
@@ -10,33 +11,43 @@ use crate::{
     tree::{slot::Slot, snapshot::Snapshot},
 };
 
+/// A call of an optimizer's own code, between a batch and its update.
+pub struct CallsUpdate<'a, 'py> {
+    /// The optimizer.
+    pub optimizer: &'a Bound<'py, PyAny>,
+    /// Gives what the loss has returned its values, which that code may read.
+    pub fill: &'a dyn Fn(&Outputs) -> MlxResult<()>,
+}
+
 /// The slots of one call.
 pub struct Holder<'a, 'py> {
     py: Python<'py>,
     prepared: &'a Prepared<'py>,
     roles: &'a [(Role, Vec<String>)],
     moments: Option<&'a mut Moments>,
-    before: Option<Snapshot<'py>>,
+    calls: Option<CallsUpdate<'a, 'py>>,
+    before: Option<Snapshot<'py>>, // the optimizer, before its own code is called
     released: bool,
     held: bool,
     error: Option<PyErr>,
 }
 
 impl<'a, 'py> Holder<'a, 'py> {
-    /// Make an owner for the slots of a prepared call. `before`: the optimizer as it was, where its own code updates.
+    /// Make an owner for the slots of a prepared call. `calls`: where the optimizer's own code updates.
     pub fn new(
         py: Python<'py>,
         prepared: &'a Prepared<'py>,
         roles: &'a [(Role, Vec<String>)],
         moments: Option<&'a mut Moments>,
-        before: Option<Snapshot<'py>>,
+        calls: Option<CallsUpdate<'a, 'py>>,
     ) -> Self {
         Self {
             py,
             prepared,
             roles,
             moments,
-            before,
+            calls,
+            before: None,
             released: false,
             held: false,
             error: None,
@@ -87,6 +98,9 @@ impl<'a, 'py> Holder<'a, 'py> {
 impl Owner for Holder<'_, '_> {
     fn release(&mut self) {
         self.released = true;
+        if self.calls.is_some() {
+            return; // code that is yet to be called may come by the arrays
+        }
         self.before = None; // or it would hold arrays that the update writes over
         let hollow = faststep::engine::array::hollow();
         let mut slots: HashMap<usize, isize> = HashMap::new(); // of an object that stands in the model twice
@@ -123,6 +137,20 @@ impl Owner for Holder<'_, '_> {
         let parameters = self.parameters().map(|(_, slot)| slot);
         let alone = hidden && same && parameters.chain(&prepared.state).all(Slot::is_unshared);
         alone.then_some(prepared.state.len())
+    }
+
+    fn take_batch(&mut self, batch: &Outputs) -> MlxResult<()> {
+        let Some(calls) = self.calls.take() else {
+            return Ok(());
+        };
+        match Snapshot::take(calls.optimizer) {
+            Ok(before) => self.before = Some(before),
+            Err(error) => {
+                self.error = Some(error);
+                return Err(Exception::custom("the optimizer cannot be read"));
+            }
+        }
+        (calls.fill)(batch)
     }
 
     fn unlocked(&mut self, work: &mut dyn FnMut()) {

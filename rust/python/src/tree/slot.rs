@@ -42,8 +42,8 @@ impl<'py> Places<'py> {
         let found = if let Some(found) = self.found.get() {
             found
         } else {
-            let (_, slots) = Tree::of_model(&self.root)?;
-            let places = slots.into_iter().map(|slot| slot.place).collect();
+            let slots = Tree::slots(&self.root)?.into_iter();
+            let places = slots.map(|slot| slot.place).collect();
             self.found.get_or_init(|| places)
         };
         Ok(found.get(number).unwrap_or(&Place::Tuple))

@@ -44,6 +44,13 @@ struct Inputs<'a> {
 
 type Rebound = [(usize, Array)];
 
+/// A batch of which nothing has been taken yet.
+struct CheckedBatch {
+    rebound: Vec<(usize, Array)>,
+    gradients: Vec<Array>, // by buffer, clipped
+    good: Option<Array>,
+}
+
 fn short() -> Exception {
     Exception::custom("a step was called with too few arrays")
 }
@@ -71,6 +78,8 @@ impl<'a> Body<'a> {
             Part::Batch => self.batch(&inputs, false),
             Part::OnlyBatch => self.batch(&inputs, true),
             Part::Update(rule) => self.update_by_window(&inputs, rule),
+            Part::Clipped => self.clipped(&inputs),
+            Part::Given => self.update_by_host(&inputs),
             Part::Gradients => self.gradients(&inputs),
         }
     }
@@ -92,6 +101,33 @@ impl<'a> Body<'a> {
     }
 
     fn whole(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
+        let (mut outputs, batch) = self.checked_batch(inputs)?;
+        let good = batch.good.as_ref();
+        self.update(
+            inputs,
+            rule,
+            &batch.rebound,
+            &batch.gradients,
+            good,
+            &mut outputs,
+        )?;
+        self.finish_outputs(inputs, good, &mut outputs)?;
+        Ok(outputs)
+    }
+
+    // what an update by the host's optimizer is given: nothing else changes by it
+    fn clipped(&self, inputs: &Inputs) -> Result<Outputs> {
+        let (mut outputs, batch) = self.checked_batch(inputs)?;
+        outputs.given = batch.gradients;
+        if !batch.rebound.is_empty() {
+            outputs.given.extend(self.weights(inputs, &batch.rebound)?);
+        }
+        self.finish_outputs(inputs, batch.good.as_ref(), &mut outputs)?;
+        Ok(outputs)
+    }
+
+    // loss, norm and flag, and the clipped gradients
+    fn checked_batch(&self, inputs: &Inputs) -> Result<(Outputs, CheckedBatch)> {
         let made = self.differentiate(inputs)?;
         let mut outputs = made.outputs;
         let max_norm = self.recipe.options.max_grad_norm;
@@ -125,18 +161,14 @@ impl<'a> Body<'a> {
         if let Some(max_value) = self.recipe.options.max_grad_value {
             clipped = clip::by_value(&clipped, max_value)?;
         }
-        self.update(
-            inputs,
-            rule,
-            &made.rebound,
-            &clipped,
-            good.as_ref(),
-            &mut outputs,
-        )?;
-        self.finish_outputs(inputs, good.as_ref(), &mut outputs)?;
         outputs.norm = norm;
         outputs.gradients = packed.buffers;
-        Ok(outputs)
+        let batch = CheckedBatch {
+            rebound: made.rebound,
+            gradients: clipped,
+            good,
+        };
+        Ok((outputs, batch))
     }
 
     // the norm to which gradients are clipped: an input where it is another at each step

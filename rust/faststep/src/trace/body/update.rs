@@ -26,16 +26,7 @@ impl Body<'_> {
         let key = outputs.key.as_ref().or(inputs.rest.first());
         let given = (gradients, &weights[..]);
         let updated = self.updated(inputs, rule, given, &outputs.others, key, good)?;
-        let mut new = updated.parameters;
-        outputs.state.extend(updated.state);
-        outputs.kept.extend(updated.kept);
-        let set = |(index, _): &(usize, Array)| updated.others.iter().any(|(at, _)| at == index);
-        outputs.others.retain(|left| !set(left));
-        outputs.others.extend(updated.others);
-        outputs.others.sort_by_key(|(index, _)| *index);
-        if updated.key.is_some() {
-            outputs.key = updated.key;
-        }
+        let mut new = take(updated, outputs);
         if !rebound.is_empty() {
             // a skipped step restores the values from before the loss
             let before = self.weights(inputs, &[])?;
@@ -44,6 +35,28 @@ impl Body<'_> {
             }
         }
         self.put(inputs, new, good, true, outputs)
+    }
+
+    // the update by the host's optimizer of a batch that is taken
+    pub(super) fn update_by_host(&self, inputs: &Inputs) -> Result<Outputs> {
+        let (key, given) = inputs.rest.split_first().ok_or_else(short)?;
+        let count = self.recipe.layout.len();
+        let (gradients, assigned) = given.split_at_checked(count).ok_or_else(short)?;
+        let weights = match assigned {
+            [] => self.weights(inputs, &[])?,
+            assigned => assigned.to_vec(),
+        };
+        let updated = self.host.update(UpdateCall {
+            gradients,
+            parameters: &weights,
+            state: &inputs.state[..self.recipe.places.optimizer],
+            others: inputs.others,
+            key: Some(key),
+        })?;
+        let mut outputs = Outputs::default();
+        let new = take(updated, &mut outputs);
+        self.put(inputs, new, None, true, &mut outputs)?;
+        Ok(outputs)
     }
 
     // parameters as the loss has left them, without an update; a skipped batch leaves none
@@ -177,7 +190,7 @@ impl Body<'_> {
     }
 
     // the buffers to update: masters or parameters, with the values that the loss assigned
-    fn weights(&self, inputs: &Inputs, rebound: &Rebound) -> Result<Vec<Array>> {
+    pub(super) fn weights(&self, inputs: &Inputs, rebound: &Rebound) -> Result<Vec<Array>> {
         let layout = &self.recipe.layout;
         let mut weights = self.buffers(inputs);
         for (buffer, weight) in weights.iter_mut().enumerate() {
@@ -195,6 +208,20 @@ impl Body<'_> {
         }
         layout.pack(&tensors)
     }
+}
+
+// put what an update has left among the outputs; returns the new parameters
+fn take(updated: UpdateOutput, outputs: &mut Outputs) -> Vec<Array> {
+    outputs.state.extend(updated.state);
+    outputs.kept.extend(updated.kept);
+    let set = |(index, _): &(usize, Array)| updated.others.iter().any(|(at, _)| at == index);
+    outputs.others.retain(|left| !set(left));
+    outputs.others.extend(updated.others);
+    outputs.others.sort_by_key(|(index, _)| *index);
+    if updated.key.is_some() {
+        outputs.key = updated.key;
+    }
+    updated.parameters
 }
 
 // decay average + (1 - decay) weight: Polyak & Juditsky, Acceleration of Stochastic Approximation by Averaging (1992)
