@@ -130,7 +130,7 @@ class Ranks:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds that each rank has spent outside of exchanges before its updates, but for the first, in their order."""
+        """Seconds that each rank has spent outside of exchanges before its updates, but for the first one."""
         return [] if self.group is None else self._native.rank_seconds()
 
     def fail(self) -> None:

@@ -6,7 +6,7 @@ from faststep._step import Ranks
 
 
 class RankTimes:
-    """Seconds that each rank has spent outside of exchanges since the last interval; without the first one, which traces."""
+    """Seconds that each rank has spent outside of exchanges since the last interval; the first, which traces, has none."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
