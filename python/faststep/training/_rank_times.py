@@ -6,14 +6,14 @@ from faststep._step import Ranks
 
 
 class RankTimes:
-    """Seconds that each rank has spent outside of exchanges since the last interval; the first, which traces, has none."""
+    """Seconds that each rank has spent outside of exchanges since the last interval; the first has none: it traces."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._before: list[float] = []
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return the field `rank_seconds` of an interval's record, by rank; none of the first, and without other ranks."""
+        """Return the field `rank_seconds` of an interval's record, by rank; none without other ranks."""
         before, self._before = self._before, self._ranks.seconds
         seconds = {str(rank): now - then for rank, (now, then) in enumerate(zip(self._before, before, strict=False))}
         return {"rank_seconds": seconds} if any(seconds.values()) else {}
