@@ -19,7 +19,7 @@ from faststep import Step
 from faststep.data import Loader
 from faststep.training import Callback, Trainer
 
-GROUP = mx.distributed.init(strict=True)
+GROUP = mx.distributed.init(strict="MLX_RANK" in os.environ)
 RANK = GROUP.rank()
 
 
