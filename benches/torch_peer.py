@@ -138,6 +138,13 @@ def new_step(
         return F.cross_entropy(model(x).float().flatten(0, -2), y.flatten())
 
     loss_of = loss_fn if options is None else torch.compile(loss_fn, dynamic=False, **options)
+    return step_by(case, model, optimizer, loss_of, autocast)
+
+
+def step_by(
+    case: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: StepFn, autocast: bool
+) -> StepFn:
+    """Return the step of a model by its loss of a batch."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()  # the graphs may overwrite what the last step returned

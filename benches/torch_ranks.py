@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch_peer import Batches, Peak, StepFn, new_model, run_block
+from torch_peer import Batches, Peak, StepFn, new_model, run_block, step_by
 
 
 class WithLoss(nn.Module):
@@ -42,17 +42,7 @@ def new_step(case: dict[str, Any], arrays: dict[str, Tensor], precision: str, si
         whole = DistributedDataParallel(whole, gradient_as_bucket_view=True)
     loss_of = torch.compile(whole, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(case["device"], torch.bfloat16, enabled=precision == "autocast"):
-            loss: Tensor = loss_of(x, y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), case["max_grad_norm"])
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    return step_by(case, model, optimizer, loss_of, precision == "autocast")
 
 
 def main() -> None:

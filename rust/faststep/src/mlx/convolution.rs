@@ -28,7 +28,7 @@ thread_local! {
     static ROOM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What native/cpu/convolution.cpp has convolutions computed by; `None` where there is no OpenBLAS.
+/// The function that native/cpu/convolution.cpp calls for a convolution; `None` without OpenBLAS.
 pub(crate) fn function() -> Option<extern "C" fn(*const Convolution)> {
     blas::bound().map(|_| run as extern "C" fn(*const Convolution))
 }
@@ -180,7 +180,7 @@ impl Convolution {
         }
     }
 
-    /// Where a place of the padded and dilated image lies in the image.
+    /// The index in the image of an index in the padded and dilated image; `None` in the padding or between pixels.
     fn place(&self, at: usize, axis: usize) -> Option<usize> {
         let at = at.checked_sub(self.padding[axis])?;
         let is_there = at % self.dilation[axis] == 0 && at / self.dilation[axis] < self.size[axis];

@@ -71,7 +71,7 @@ impl Group {
     /// Sum numbers over all ranks, in their place, and wait for that; on a GPU not for what it computes meanwhile.
     ///
     /// # Errors
-    /// Of the back end.
+    /// When the back end cannot exchange them.
     pub fn sum_numbers(&self, numbers: &mut [f32]) -> Result<()> {
         // SAFETY: made by `of`; numbers that are written where there was no error, and how many.
         check(unsafe { faststep_group_sum_numbers(self.0, numbers.as_mut_ptr(), numbers.len()) })

@@ -194,10 +194,10 @@ impl Drop for Capture {
 pub(crate) struct Exchange(*mut c_void);
 
 impl Exchange {
-    /// Of so many arrays. Only on CUDA.
+    /// An exchange of so many arrays. Only on CUDA.
     ///
     /// # Errors
-    /// Of the driver.
+    /// When the driver cannot make its events.
     pub fn new(count: usize) -> Result<Self> {
         let mut exchange = ptr::null_mut();
         // SAFETY: room for a pointer.

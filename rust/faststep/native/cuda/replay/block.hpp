@@ -9,7 +9,7 @@
 
 namespace faststep::replay {
 
-// Where a buffer lies: in a block, or in a static array.
+// The memory of a buffer: in a block, or in a static array.
 struct Place {
   void* memory;
   size_t bytes;

@@ -71,7 +71,7 @@ void Recorder::take(const std::vector<Data>& writes) {
   }
 }
 
-// Where a buffer of the first pass is to lie, if that has been planned.
+// The planned memory of a buffer of the first pass, if it has one.
 std::optional<Place> Recorder::place(size_t buffer) const {
   if (auto there = learnt_->there.find(buffer); there != learnt_->there.end()) {
     return there->second;

@@ -21,7 +21,7 @@ class Exchange {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // What a graph records when it has made the array of this number.
+  // The event that a graph records when it has made the array of this number.
   CUevent made(size_t number) const {
     return made_.at(number);
   }

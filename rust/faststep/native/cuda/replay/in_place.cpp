@@ -8,7 +8,7 @@
 
 namespace faststep::replay {
 
-// What a fused kernel reads.
+// Keep the inputs of a fused kernel.
 void Recorder::remember(const mx::array& array, const std::vector<mx::array>& outputs) {
   bool fused = std::string_view(array.primitive().name()).starts_with("Compiled");
   auto is_row = [](const mx::array& out) { return out.flags().row_contiguous && out.data_size() == out.size(); };

@@ -30,7 +30,7 @@ struct Unit {
   std::vector<Room> rooms;
 };
 
-// What a fused kernel reads that writes its outputs element by element.
+// An input of a fused kernel that writes its outputs element by element.
 struct Input {
   void* memory;
   size_t bytes;

@@ -230,7 +230,7 @@ impl Engine {
         shown.map(|_| SharedStream::enter()).transpose()
     }
 
-    /// Whether a launch has just made the window, in static arrays: then `sum_static` sums it over ranks.
+    /// Return whether the window is in static arrays, as a launch has left it: then `sum_static` sums it over ranks.
     pub(in crate::engine) fn window_is_static(&self) -> bool {
         let first = self.layout.len();
         let stands = |resident: &Resident, index: &usize| {
