@@ -54,7 +54,7 @@ class Recorded {
 
 // Who reads static arrays for a copy of them, and when.
 struct Gate {
-  mx::array done{true}; // has the event of the last launch, where a device has one
+  mx::array done = mx::array(true); // has the event of the last launch, where a device has one
   std::shared_mutex mutex; // a host that reads them shares it, and has it alone while it writes them
 };
 
