@@ -128,10 +128,9 @@ def start(ranks: int, command: list[str], folder: Path) -> dict[str, Any]:
     variables |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[-1])}
     children = []
     for number in range(ranks):
-        own = {"MLX_RANK": str(number), "CUDA_VISIBLE_DEVICES": str(number)} if ranks > 1 else {}
-        environment = {**os.environ, **(variables if ranks > 1 else {}), **own}
-        if command[0] != sys.executable:
-            environment = {**frameworks.environment(), **{name: environment[name] for name in {*variables, *own}}}
+        own = {"MLX_RANK": str(number), "CUDA_VISIBLE_DEVICES": str(number), **variables} if ranks > 1 else {}
+        base = os.environ if command[0] == sys.executable else frameworks.environment()
+        environment = {**base, **own}
         children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     said = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):

@@ -138,8 +138,8 @@ mx::array bytes_of(const mx::array& array) {
   return bytes;
 }
 
-// Has a kernel encode itself, which writes nothing that it gives.
-void encode(
+// Has a kernel encode itself. The memory of what it gives is returned: there is nothing in it.
+Data encode(
     const char* name,
     const std::vector<std::string>& names,
     const std::string& source,
@@ -151,6 +151,7 @@ void encode(
   std::tuple<int, int, int> grid{threads * static_cast<int>(blocks), 1, 1}, block{threads, 1, 1};
   auto made = kernel(inputs, {{2}}, {mx::int64}, grid, block, {}, std::nullopt, false, stream);
   made[0].primitive().eval_gpu(made[0].inputs(), made);
+  return made[0].data_shared_ptr();
 }
 
 } // namespace
@@ -188,8 +189,9 @@ Feed::Feed(const std::vector<mx::array>& into, const std::vector<mx::array>& res
 }
 
 Feed::Encoded Feed::encode_in() const {
-  encode("faststep_feed_in", {"slots", "table", "state"}, in_source, {slots_, table_, state_}, blocks_, 256, stream_);
-  Encoded encoded{{table_.data_shared_ptr()}, {state_.data_shared_ptr()}};
+  std::vector<std::string> names{"slots", "table", "state"};
+  auto given = encode("faststep_feed_in", names, in_source, {slots_, table_, state_}, blocks_, 256, stream_);
+  Encoded encoded{{table_.data_shared_ptr()}, {state_.data_shared_ptr(), std::move(given)}};
   for (const auto& array : into_) {
     encoded.writes.push_back(array.data_shared_ptr());
   }
@@ -207,7 +209,7 @@ Feed::Encoded Feed::encode_out(const std::vector<mx::array>& results) const {
   for (auto i : small_) {
     encoded.reads.push_back(results[i].data_shared_ptr());
   }
-  encode("faststep_feed_out", names, out_source(), inputs, 1, 32, stream_);
+  encoded.writes.push_back(encode("faststep_feed_out", names, out_source(), inputs, 1, 32, stream_));
   return encoded;
 }
 

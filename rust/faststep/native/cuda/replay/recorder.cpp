@@ -253,6 +253,7 @@ void Recorder::feed(Feed::Encoded (*encode)(const Capture&)) {
   auto begin = recording_.nodes();
   auto [reads, writes] = encode(capture_);
   add(begin, reads, writes);
+  let_go(std::move(writes));
 }
 
 } // namespace faststep::replay
