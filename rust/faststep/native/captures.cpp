@@ -98,12 +98,13 @@ size_t faststep_replay_learning_passes() noexcept {
   return faststep::replay::learning_passes();
 }
 
-int faststep_replay_record(void* const* learns, size_t count, void* capture, faststep::CaptureInfo* info) {
+int faststep_replay_record(
+    void* const* learns, size_t count, size_t threads, void* capture, faststep::CaptureInfo* info) {
   return faststep::guarded([&] {
     std::vector<Recorded*> others;
     std::transform(learns, learns + count, std::back_inserter(others), [](void* it) { return static_cast<Recorded*>(it); });
     auto& recorded = faststep::replay::recorded(capture);
-    recorded.record(others);
+    recorded.record(others, threads);
     *info = recorded.info;
   });
 }
@@ -122,16 +123,32 @@ int faststep_replay_launch(
     const void* const* into,
     size_t count,
     void* gate,
+    void (*run)(const void* context),
+    const void* context,
     void** launched,
     size_t room,
     size_t* given) {
   return faststep::guarded([&] {
-    auto outputs =
-        faststep::replay::recorded(capture).launch(faststep::list(from, count), faststep::list(into, count));
+    auto sources = faststep::list(from, count), places = faststep::list(into, count);
+    auto outputs = faststep::replay::recorded(capture).launch(sources, places, {run, context});
     gate_of(gate)->done.attach_event(outputs[0].event());
     *given = std::min(room, outputs.size());
     std::transform(outputs.begin(), outputs.begin() + *given, launched, faststep::owned);
   });
+}
+
+size_t faststep_replay_units(const void* capture) noexcept {
+  return static_cast<const Recorded*>(capture)->units.size();
+}
+
+size_t faststep_replay_waits(const void* capture, size_t unit, const size_t** others) noexcept {
+  const auto& waits = static_cast<const Recorded*>(capture)->units[unit];
+  *others = waits.data();
+  return waits.size();
+}
+
+int faststep_replay_run_unit(void* capture, size_t unit) noexcept {
+  return faststep::replay::recorded(capture).run_unit(unit);
 }
 
 int faststep_replay_exchange_new(size_t count, void** exchange) {

@@ -417,22 +417,31 @@ int faststep_replay_new(
 // How many others a recording needs.
 size_t faststep_replay_learning_passes() noexcept;
 // Record it once, when nobody else holds `from`. `learns` are so many others of the same graph, made anew, of no use any more
-// then. The message of a failure says why it cannot be captured.
-int faststep_replay_record(void* const* learns, size_t count, void* capture, faststep::CaptureInfo* info);
+// then; `threads` of the host may run its units. The message of a failure says why it cannot be captured.
+int faststep_replay_record(
+    void* const* learns, size_t count, size_t threads, void* capture, faststep::CaptureInfo* info);
 // Return whether the memory that it reads lies where it did.
 int faststep_replay_is_valid(const void* capture) noexcept;
 // Copies arrays into static ones and replays. `launched`: an array without a value, to wait for, then copies of results in their
 // order: of those of at most 8 bytes, as far as there is room for them, or of all; `given` are. On a CPU the arrays have been
-// evaluated, the gate is closed, and all is done when it returns; elsewhere the gate gets the event.
+// evaluated, the gate is closed, and all is done when it returns: `run`, with its context, has the units run. Elsewhere the gate
+// gets the event.
 int faststep_replay_launch(
     void* capture,
     const void* const* from,
     const void* const* into,
     size_t count,
     void* gate,
+    void (*run)(const void* context),
+    const void* context,
     void** launched,
     size_t room,
     size_t* given);
+// Of the work that a host does, the number of units, and those that one of them waits for, all before it.
+size_t faststep_replay_units(const void* capture) noexcept;
+size_t faststep_replay_waits(const void* capture, size_t unit, const size_t** others) noexcept;
+// Run a unit, within a launch, on any thread; return whether it has not failed.
+int faststep_replay_run_unit(void* capture, size_t unit) noexcept;
 // What copies of static arrays wait for. While it is closed, by one thread, nobody reads a static array on a CPU.
 int faststep_replay_gate_new(void** gate);
 void faststep_replay_gate_free(void* gate) noexcept;

@@ -18,7 +18,6 @@ using faststep::replay::Operation;
 using faststep::replay::plan;
 using faststep::replay::Plan;
 using faststep::replay::Sizes;
-using faststep::replay::Span;
 using faststep::replay::Within;
 
 namespace {
@@ -359,41 +358,6 @@ bool is_dense() {
   return static_cast<double>(found.least) <= 1.1 * most && static_cast<double>(found.bytes) <= 1.21 * most;
 }
 
-// Buffers of one operation after the other: those share no byte that are in use at one time, and the block is hardly larger than
-// what is.
-bool is_apart() {
-  std::vector<Span> spans;
-  size_t now = 0;
-  for (std::vector<size_t> open; spans.size() < 600 || !open.empty();) {
-    if (spans.size() < 600 && (open.empty() || below(2) == 0)) {
-      open.push_back(spans.size());
-      spans.push_back({now++, 0, 64 * (1 + static_cast<size_t>(below(100)))});
-    } else {
-      auto last = open.begin() + below(static_cast<int>(open.size()));
-      spans[*last].end = now++;
-      open.erase(last);
-    }
-  }
-  auto found = plan(spans);
-  std::vector<size_t> in_use(now);
-  for (size_t i = 0; i < spans.size(); ++i) {
-    for (auto at = spans[i].begin; at <= spans[i].end; ++at) {
-      in_use[at] += spans[i].bytes;
-    }
-    for (size_t k = 0; k < i; ++k) {
-      bool meet = spans[i].begin <= spans[k].end && spans[k].begin <= spans[i].end;
-      bool share = found.offsets[i] < found.offsets[k] + spans[k].bytes && found.offsets[k] < found.offsets[i] + spans[i].bytes;
-      if ((meet && share) || found.offsets[i] + spans[i].bytes > found.bytes) {
-        std::printf("buffers %zu and %zu are in each other's way\n", i, k);
-        return false;
-      }
-    }
-  }
-  auto most = *std::max_element(in_use.begin(), in_use.end());
-  std::printf("one after the other: at once %zu, planned %zu\n", most, found.bytes);
-  return static_cast<double>(found.bytes) <= 1.3 * static_cast<double>(most);
-}
-
 } // namespace
 
 int main() {
@@ -402,11 +366,6 @@ int main() {
   for (int i = 0; i < programs; ++i) {
     if (!is_serial(2 + below(6), 1 + below(12), &spared)) {
       std::printf("program %d depends on the order\n", i);
-      return EXIT_FAILURE;
-    }
-  }
-  for (int i = 0; i < 20; ++i) {
-    if (!is_apart()) {
       return EXIT_FAILURE;
     }
   }

@@ -34,6 +34,12 @@ struct Graph {
   std::shared_ptr<Exchange> exchange;
 };
 
+// Runs the units of a capture, each when those are done that it waits for.
+struct Runner {
+  void (*run)(const void* context);
+  const void* context;
+};
+
 class Recorded {
  public:
   Recorded() = default;
@@ -41,15 +47,24 @@ class Recorded {
   Recorded(const Recorded&) = delete;
   Recorded& operator=(const Recorded&) = delete;
 
-  // Record it. `learns`: as many others of the same graph, made anew, as the device asks for, of no use any more then.
-  virtual void record(const std::vector<Recorded*>& learns) = 0;
+  // Record it. `learns`: as many others of the same graph, made anew, as the device asks for, of no use any more then. `threads` of
+  // the host may run its units.
+  virtual void record(const std::vector<Recorded*>& learns, size_t threads) = 0;
   // Whether it can be launched, as far as is known.
   virtual bool is_valid() const = 0;
   // Copy arrays into static ones and launch, behind everything that the stream had to do. An array without a value to wait for,
   // and copies of the first results that are small, or of all.
-  virtual std::vector<mx::array> launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) = 0;
+  virtual std::vector<mx::array> launch(
+      const std::vector<mx::array>& from, const std::vector<mx::array>& into, Runner runner) = 0;
+
+  // Run a unit, within a launch, on any thread; whether it has not failed.
+  virtual bool run_unit(size_t) {
+    return false;
+  }
 
   CaptureInfo info{};
+  // Of the work that a host does, those that each waits for, all before it; a device has none.
+  std::vector<std::vector<size_t>> units;
 };
 
 // Who reads static arrays for a copy of them, and when.

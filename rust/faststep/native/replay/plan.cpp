@@ -167,17 +167,6 @@ Plan smallest_of(const std::vector<Life>& lives, const std::vector<std::vector<s
 
 } // namespace
 
-Plan plan(const std::vector<Span>& spans) {
-  std::vector<Life> all;
-  for (const auto& [begin, end, bytes] : spans) {
-    all.push_back({all.size(), bytes, begin, end, {}});
-  }
-  auto may = [&](size_t i, size_t k) { return all[i].end < all[k].begin || all[k].end < all[i].begin; };
-  auto best = smallest_of(all, orders(all), all.size(), may);
-  best.least = best.bytes;
-  return best;
-}
-
 Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor) {
   std::vector<size_t> place(sizes.size());
   std::iota(place.begin(), place.end(), 0);
@@ -202,11 +191,15 @@ Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<With
   auto best = smallest(1);
   auto least = best.bytes;
   auto most = static_cast<size_t>(factor * static_cast<double>(least));
-  for (size_t apart = std::bit_ceil(operations.size() + 1); apart > 1; apart /= 2) {
-    auto other = smallest(apart);
+  int fits = 0, too_far = static_cast<int>(std::bit_width(operations.size() + 1)) + 1; // powers of two
+  while (factor > 1 && too_far - fits > 1) {
+    auto middle = (fits + too_far) / 2;
+    auto other = smallest(size_t{1} << middle);
     if (other.bytes <= most) {
       best = std::move(other);
-      break;
+      fits = middle;
+    } else {
+      too_far = middle;
     }
   }
   best.least = least;

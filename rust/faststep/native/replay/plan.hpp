@@ -42,15 +42,6 @@ struct Within {
 // The places of buffers, each of which is written before it is read, in a block of at most `factor` times the least bytes.
 Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<Within>& within, double factor);
 
-// A buffer that is in use from one moment to another. No two buffers begin or end at the same one.
-struct Span {
-  size_t begin, end, bytes;
-};
-
-// The places of buffers in as small a block as is found, where operations run one after the other: two buffers may share bytes
-// where one has ended before the other begins.
-Plan plan(const std::vector<Span>& spans);
-
 // The same order with as few dependencies as say it: without those on an operation that another one waits for anyway. Each
 // operation waits for ones before it; none twice in what is returned.
 std::vector<std::vector<size_t>> direct(std::vector<std::vector<size_t>> before);

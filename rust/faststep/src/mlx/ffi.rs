@@ -434,6 +434,7 @@ extern "C" {
     pub(crate) fn faststep_replay_record(
         learns: *const *mut c_void,
         count: usize,
+        threads: usize,
         capture: *mut c_void,
         info: *mut CaptureInfo,
     ) -> c_int;
@@ -444,10 +445,19 @@ extern "C" {
         into: Handles,
         count: usize,
         gate: *mut c_void,
+        run: extern "C" fn(*const c_void),
+        context: *const c_void,
         launched: *mut New,
         room: usize,
         given: *mut usize,
     ) -> c_int;
+    pub(crate) fn faststep_replay_units(capture: *const c_void) -> usize;
+    pub(crate) fn faststep_replay_waits(
+        capture: *const c_void,
+        unit: usize,
+        others: *mut *const usize,
+    ) -> usize;
+    pub(crate) fn faststep_replay_run_unit(capture: *mut c_void, unit: usize) -> c_int;
     pub(crate) fn faststep_replay_gate_new(gate: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_replay_gate_free(gate: *mut c_void);
     pub(crate) fn faststep_replay_gate_close(gate: *mut c_void);

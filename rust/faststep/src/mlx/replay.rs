@@ -12,11 +12,13 @@ use std::{
     ffi::{c_int, c_void},
     ptr,
     rc::Rc,
+    slice,
 };
 
 use mlx_rs::{error::Result, Array};
 
 use super::{
+    blas::{self, Units},
     caller,
     ffi::{
         check, faststep_is_cpu, faststep_replay_copy, faststep_replay_exchange,
@@ -25,10 +27,10 @@ use super::{
         faststep_replay_gate_open, faststep_replay_is_over, faststep_replay_is_own,
         faststep_replay_is_ready, faststep_replay_is_same, faststep_replay_is_valid,
         faststep_replay_launch, faststep_replay_learning_passes, faststep_replay_new,
-        faststep_replay_preserve, faststep_replay_record, faststep_replay_scalars_apart,
-        faststep_replay_share_stream, faststep_replay_shown, faststep_replay_source_free,
-        faststep_replay_untouched, faststep_replay_value, faststep_replay_wait, handle, handles,
-        owned,
+        faststep_replay_preserve, faststep_replay_record, faststep_replay_run_unit,
+        faststep_replay_scalars_apart, faststep_replay_share_stream, faststep_replay_shown,
+        faststep_replay_source_free, faststep_replay_units, faststep_replay_untouched,
+        faststep_replay_value, faststep_replay_wait, faststep_replay_waits, handle, handles, owned,
     },
     group::Group,
     join,
@@ -81,8 +83,31 @@ pub(crate) fn is_on_cpu() -> bool {
 pub(crate) struct Capture {
     graph: *mut c_void,
     results: usize,
+    units: Units, // of a host's work
     /// Its contents.
     pub info: CaptureInfo,
+}
+
+/// A capture whose units any thread may run.
+#[derive(Clone, Copy)]
+struct Shared<'a>(*mut c_void, &'a Units);
+
+// SAFETY: units write to memory of their own, and what they write together is behind a lock (native/cpu/replay/capture.cpp).
+unsafe impl Send for Shared<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Shared<'_> {}
+
+impl Shared<'_> {
+    fn run(self, unit: usize) -> bool {
+        // SAFETY: a capture within a launch, and one of its units.
+        unsafe { faststep_replay_run_unit(self.0, unit) != 0 }
+    }
+}
+
+extern "C" fn run_units(shared: *const c_void) {
+    // SAFETY: what `Capture::launch` gives, as long as that goes on.
+    let shared = unsafe { *shared.cast::<Shared<'_>>() };
+    shared.1.run(blas::team(), &|unit| shared.run(unit));
 }
 
 impl Capture {
@@ -104,11 +129,26 @@ impl Capture {
             faststep_replay_record(
                 learns_from.as_ptr(),
                 passes,
+                blas::team().map_or(1, |(_, threads)| threads),
                 capture.graph,
                 &raw mut capture.info,
             )
         })?;
+        // SAFETY: a capture that is recorded.
+        let count = unsafe { faststep_replay_units(capture.graph) };
+        capture.units = Units::new((0..count).map(|unit| capture.waits(unit)));
         Ok(capture)
+    }
+
+    fn waits(&self, unit: usize) -> &[usize] {
+        let mut others = ptr::null();
+        // SAFETY: one of the units of a capture, which keeps its list.
+        unsafe {
+            match faststep_replay_waits(self.graph, unit, &raw mut others) {
+                0 => &[],
+                count => slice::from_raw_parts(others, count),
+            }
+        }
     }
 
     fn of(graph: Computed) -> Result<Self> {
@@ -143,6 +183,7 @@ impl Capture {
         Ok(Self {
             graph,
             results: results.len(),
+            units: Units::default(),
             info: CaptureInfo::default(),
         })
     }
@@ -162,6 +203,7 @@ impl Capture {
         let from = handles(copies.iter().map(|(from, _)| from));
         let into = handles(copies.iter().map(|(_, into)| into));
         let (mut launched, mut given) = (vec![ptr::null_mut(); 1 + self.results], 0);
+        let shared = Shared(self.graph, &self.units);
         // SAFETY: a capture, live arrays and the number of each list; there is room for as many arrays as are written.
         unsafe {
             check(faststep_replay_launch(
@@ -170,6 +212,8 @@ impl Capture {
                 into.as_ptr(),
                 from.len(),
                 gate.0,
+                run_units,
+                (&raw const shared).cast(),
                 launched.as_mut_ptr(),
                 launched.len(),
                 &raw mut given,

@@ -89,7 +89,8 @@ Capture::Capture(Graph graph) : graph_(std::move(graph)), stream_(mx::default_st
 
 Capture::~Capture() = default;
 
-void Capture::record(const std::vector<Recorded*>& learns) {
+void Capture::record(const std::vector<Recorded*>& learns, size_t threads) {
+  threads_ = threads;
   auto &first = static_cast<Capture&>(*learns.at(0)), &second = static_cast<Capture&>(*learns.at(1));
   for (auto* each : {&first, &second, this}) {
     replay::fold(each->graph_, stream_, [](const mx::Primitive& primitive) { return waits_for_others(primitive.name()); });
@@ -111,6 +112,9 @@ void Capture::record(const std::vector<Recorded*>& learns) {
   go_through(*memory_, &held);
   memory_->finish();
   bring_home(homes);
+  units = replay::direct(std::move(units));
+  hazards_ = {};
+  uses_.clear();
   constants_.assign(memory_->fixed(), memory_->fixed() + fixed_bytes_);
   info.nodes = tasks_.size();
   info.bytes += fixed_bytes_;
@@ -153,12 +157,13 @@ void Capture::go_through(Allocations& allocations, const std::unordered_set<size
     auto array = std::move(tape.back());
     tape.pop_back();
     allocations.next(number);
-    evaluate(std::move(array), number, held == nullptr || held->contains(number), recording);
+    evaluate(std::move(array), number, held == nullptr || held->contains(number), allocations, recording);
   }
   tasks_ = std::move(recording.tasks);
 }
 
-void Capture::evaluate(mx::array array, size_t number, bool holds, Recording& recording) {
+void Capture::evaluate(
+    mx::array array, size_t number, bool holds, const Allocations& allocations, Recording& recording) {
   auto outputs = array.outputs();
   std::vector<Data> held;
   if (holds) {
@@ -166,8 +171,13 @@ void Capture::evaluate(mx::array array, size_t number, bool holds, Recording& re
       held.push_back(in.data_shared_ptr());
     }
   }
-  auto before = recording.tasks.size();
+  auto before = recording.tasks.size(), known = allocations.buffers().size();
   array.primitive().eval_cpu(array.inputs(), outputs);
+  for (auto made = known; made < allocations.buffers().size(); ++made) {
+    if (!allocations.is_home(made)) {
+      hazards_.take(allocations.memory(made), sizeof(size_t) + allocations.buffers()[made].bytes);
+    }
+  }
   auto temporaries = std::exchange(mx::cpu::get_command_encoder(stream_).temporaries(), {});
   std::string_view name = array.primitive().name();
   if (recording.refused != nullptr) {
@@ -182,6 +192,13 @@ void Capture::evaluate(mx::array array, size_t number, bool holds, Recording& re
     if (name.starts_with("Compiled")) {
       kernels_.emplace(number, std::move(kernel));
     }
+    Use use;
+    std::transform(array.inputs().begin(), array.inputs().end(), std::back_inserter(use.reads), memory_of);
+    std::transform(outputs.begin(), outputs.end(), std::back_inserter(use.writes), memory_of);
+    for (auto made = known; made < allocations.buffers().size(); ++made) {
+      use.writes.push_back(allocations.memory(made)); // what it needs meanwhile, too
+    }
+    add_unit(recording.tasks.size(), std::move(use));
   }
   for (auto& out : outputs) {
     out.set_status(mx::array::Status::available);
@@ -190,13 +207,19 @@ void Capture::evaluate(mx::array array, size_t number, bool holds, Recording& re
   array.detach();
 }
 
+void Capture::add_unit(size_t end, Use use) {
+  ends_.push_back(end);
+  units.push_back(hazards_.add(use.reads, use.writes));
+  uses_.push_back(std::move(use));
+}
+
 // What a static array gets may be made in its memory, where it has memory of its own and nobody reads what is there any more.
 std::vector<Capture::Home> Capture::homes(const Allocations& allocations) const {
   std::vector<Home> homes;
   std::unordered_set<size_t> known;
   for (size_t i = 0; i < graph_.from.size(); ++i) {
     const auto &from = graph_.from[i], &into = graph_.into[i];
-    auto number = allocations.find(from);
+    auto number = allocations.find(memory_of(from));
     if (number == Allocations::never || !is_whole(from) || !is_whole(into) || !into.data_shared_ptr()->is_owned()) {
       continue;
     }
@@ -235,10 +258,11 @@ void Capture::plan(
     const std::vector<mx::array>& into,
     Capture& records) const {
   constexpr size_t little = 64; // so few bytes are not worth a place that others may have, too
+  constexpr double factor = 1.1; // of the least memory, so that more units run side by side
   const auto& buffers = allocations.buffers();
   std::vector<Allocations::Place> places(buffers.size());
   std::erase_if(homes, [&](const Home& home) {
-    auto number = allocations.find(graph_.from[home.carried]);
+    auto number = allocations.find(memory_of(graph_.from[home.carried]));
     bool is_its = number != Allocations::never && buffers[number].evaluation == home.evaluation &&
         allocations.order(number) == home.order && buffers[number].bytes == into[home.carried].nbytes() &&
         !buffers[number].constant;
@@ -250,8 +274,7 @@ void Capture::plan(
   auto room = [](const Allocations::Buffer& buffer) {
     return (buffer.bytes + alignment - 1) / alignment * alignment + alignment;
   };
-  std::vector<replay::Span> spans;
-  std::vector<size_t> numbers;
+  replay::Sizes sizes(buffers.size()); // of those that share bytes
   size_t fixed = 0;
   for (size_t i = 0; i < buffers.size(); ++i) {
     places[i].bytes = buffers[i].bytes;
@@ -262,17 +285,42 @@ void Capture::plan(
       places[i].offset = fixed;
       fixed += room(buffers[i]);
     } else {
-      spans.push_back({buffers[i].begin, buffers[i].end, room(buffers[i])});
-      numbers.push_back(i);
+      sizes[i] = room(buffers[i]);
     }
   }
-  auto plan = replay::plan(spans);
-  for (size_t k = 0; k < numbers.size(); ++k) {
-    places[numbers[k]].offset = fixed + plan.offsets[k];
+  auto plan = replay::plan(operations(allocations), sizes, {}, records.threads_ > 1 ? factor : 1);
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    if (sizes[i] > 0) {
+      places[i].offset = fixed + plan.offsets[i];
+    }
   }
   records.memory_ = std::make_unique<Allocations>(fixed + plan.bytes, std::move(places));
   records.fixed_bytes_ = fixed;
   records.info.bytes = records.memory_->own_bytes();
+}
+
+// The units, and what reads the rest.
+std::vector<replay::Operation> Capture::operations(const Allocations& allocations) const {
+  std::vector<replay::Operation> operations(uses_.size() + 1);
+  auto add = [&](const void* memory, std::vector<size_t>& numbers) {
+    if (auto number = allocations.find(memory); number != Allocations::never) {
+      numbers.push_back(number);
+    }
+  };
+  for (size_t i = 0; i < uses_.size(); ++i) {
+    for (const auto* memory : uses_[i].reads) {
+      add(memory, operations[i].reads);
+    }
+    for (const auto* memory : uses_[i].writes) {
+      add(memory, operations[i].writes);
+    }
+  }
+  for (const auto* list : {&graph_.results, &graph_.from}) {
+    for (const auto& array : *list) {
+      add(memory_of(array), operations.back().reads);
+    }
+  }
+  return operations;
 }
 
 // The other values are copied when all else is done.
@@ -293,27 +341,44 @@ void Capture::bring_home(const std::vector<Home>& homes) {
     tasks_.emplace_back([source = from.data<char>(), target = const_cast<char*>(into.data<char>()), bytes = from.nbytes()] {
       std::memcpy(target, source, bytes);
     });
+    add_unit(tasks_.size(), {{memory_of(from)}, {memory_of(into)}});
   }
 }
 
-void Capture::run() {
+void Capture::run(replay::Runner runner) {
   FloatMode mode(float_mode_);
   std::memcpy(memory_->fixed(), constants_.data(), constants_.size());
   if (std::exchange(has_run_, true)) {
-    for (auto& task : tasks_) {
-      task.run();
-    }
+    runner.run(runner.context);
   } else {
     for (auto& task : tasks_) {
       task.run_first();
     }
   }
+  if (failure_) {
+    std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
 }
 
-std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
+bool Capture::run_unit(size_t number) {
+  FloatMode mode(float_mode_);
+  try {
+    for (auto task = number == 0 ? 0 : ends_[number - 1]; task < ends_[number]; ++task) {
+      tasks_[task].run();
+    }
+    return true;
+  } catch (...) {
+    std::lock_guard lock(failing_);
+    failure_ = std::current_exception();
+    return false;
+  }
+}
+
+std::vector<mx::array> Capture::launch(
+    const std::vector<mx::array>& from, const std::vector<mx::array>& into, replay::Runner runner) {
   tasks::copy(from, into);
   failed_ = true; // what is written over would be half done
-  run();
+  run(runner);
   failed_ = false;
   std::vector<mx::array> given{mx::array(true)};
   for (const auto& result : graph_.results) {

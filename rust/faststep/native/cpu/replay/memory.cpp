@@ -67,7 +67,6 @@ class Region {
     return static_cast<size_t>(end() - begin());
   }
 
-  Allocations* pass = nullptr; // the last one; none: it is over
   size_t passes = 0; // that have not been closed
   size_t in_use = 0; // buffers
 
@@ -95,9 +94,8 @@ thread_local std::weak_ptr<Region> last_block;
 // The regions that buffers may lie in, and the buffers of static arrays that have been lent, each so often.
 class Registry {
  public:
-  void open(const std::shared_ptr<Region>& region, Allocations* pass) {
+  void open(const std::shared_ptr<Region>& region) {
     std::lock_guard lock(mutex_);
-    region->pass = pass;
     ++region->passes;
     if (regions_.emplace(region->begin(), region).second) {
       ++count_;
@@ -105,13 +103,10 @@ class Registry {
   }
 
   // A pass is over.
-  void close(const std::shared_ptr<Region>& region, const Allocations* pass) {
+  void close(const std::shared_ptr<Region>& region) {
     std::shared_ptr<Region> dropped; // when it is unlocked: its memory is freed by way of this
     std::lock_guard lock(mutex_);
     --region->passes;
-    if (region->pass == pass) {
-      region->pass = nullptr;
-    }
     dropped = drop(region->begin());
   }
 
@@ -147,9 +142,6 @@ class Registry {
     }
     auto& region = *std::prev(found)->second;
     --region.in_use;
-    if (region.pass != nullptr) {
-      region.pass->freed(at + sizeof(size_t));
-    }
     dropped = drop(region.begin());
     return true;
   }
@@ -249,7 +241,7 @@ Allocations::Allocations(size_t bytes, std::vector<Place> places) : places_(std:
 
 Allocations::~Allocations() {
   for (auto& region : regions_) {
-    registry().close(region, this);
+    registry().close(region);
   }
 }
 
@@ -278,7 +270,7 @@ char* Allocations::fixed() const {
 }
 
 void Allocations::add(std::shared_ptr<Region> region) {
-  registry().open(region, this);
+  registry().open(region);
   regions_.push_back(std::move(region));
 }
 
@@ -319,24 +311,17 @@ mx::allocator::Buffer Allocations::take(size_t bytes) {
       data = regions_[0]->begin() + offset + alignment;
     }
   }
-  if (learns_ || places_[number].home == nullptr) {
+  if (!is_home(number)) {
     reinterpret_cast<size_t*>(data)[-1] = bytes;
     registry().take(regions_.back());
   }
   latest_[data] = number;
-  buffers_.push_back({bytes, evaluation_, data, time_++, never});
+  buffers_.push_back({bytes, evaluation_, data});
   return mx::allocator::Buffer(data - sizeof(size_t));
 }
 
-// The last one that had this memory is in use; those before have been freed.
-void Allocations::freed(const void* data) {
-  if (auto found = latest_.find(data); found != latest_.end()) {
-    buffers_[found->second].end = time_++;
-  }
-}
-
-size_t Allocations::find(const mx::array& array) const {
-  auto found = latest_.find(static_cast<const char*>(array.buffer().ptr()) + sizeof(size_t));
+size_t Allocations::find(const void* memory) const {
+  auto found = latest_.find(static_cast<const char*>(memory) + sizeof(size_t));
   return found == latest_.end() ? never : found->second;
 }
 

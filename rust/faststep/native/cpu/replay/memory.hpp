@@ -33,7 +33,6 @@ class Allocations {
     size_t bytes;
     size_t evaluation; // the one that made it
     char* data;
-    size_t begin, end; // from one to the other of all takes and frees of the pass it is in use
     bool constant = false; // written by the host, which a replay does not do again
   };
   // Where a buffer lies that another pass has made in the same place of the order.
@@ -63,8 +62,8 @@ class Allocations {
 
   // Those of the evaluation of that number come.
   void next(size_t evaluation);
-  // The number of the buffer that an array's memory is; `never`: it is none of these.
-  size_t find(const mx::array& array) const;
+  // The number of the buffer that MLX calls so; `never`: it is none of these.
+  size_t find(const void* memory) const;
   // Of those that its evaluation has made.
   size_t order(size_t number) const;
   // The beginning of the block.
@@ -76,6 +75,14 @@ class Allocations {
   const std::vector<Buffer>& buffers() const {
     return buffers_;
   }
+  // What MLX calls a buffer's memory.
+  const void* memory(size_t number) const {
+    return buffers_[number].data - sizeof(size_t);
+  }
+  // Whether it is a static array's.
+  bool is_home(size_t number) const {
+    return !learns_ && places_[number].home != nullptr;
+  }
   // Finds the constants; for a pass that learns, when it is done.
   void find_constants();
   // Throws where not all that has been planned has been asked for.
@@ -83,7 +90,6 @@ class Allocations {
 
   // For the allocator.
   mx::allocator::Buffer take(size_t bytes);
-  void freed(const void* data);
 
  private:
   char* fresh(size_t bytes);
@@ -93,7 +99,7 @@ class Allocations {
   std::vector<Place> places_;
   std::vector<Buffer> buffers_;
   std::unordered_map<const void*, size_t> latest_; // by their data
-  size_t evaluation_ = 0, time_ = 0;
+  size_t evaluation_ = 0;
   bool learns_;
   size_t left_ = 0, own_bytes_ = 0;
   char* next_ = nullptr;

@@ -46,7 +46,7 @@ Capture::~Capture() {
   }
 }
 
-void Capture::record(const std::vector<Recorded*>& learns) {
+void Capture::record(const std::vector<Recorded*>& learns, size_t) {
   auto& first = static_cast<Capture&>(*learns.at(0));
   feed_ = std::make_shared<Feed>(graph_.fed, graph_.results, stream_);
   first.feed_ = feed_; // both feed the graph with the same

@@ -26,11 +26,11 @@ class Capture : public Recorded {
 
   // Of one other, which goes through the graph first to learn what memory it takes (plan.hpp). Nothing is computed, and there is
   // nothing to launch in that one. Then what primitives encode is kept, with their memory where it has been planned.
-  void record(const std::vector<Recorded*>& learns) override;
+  void record(const std::vector<Recorded*>& learns, size_t) override;
   // Whether the memory that the graph reads lies where it did: MLX moves what a host reads.
   bool is_valid() const override;
   // The small results (feed.hpp) are copied, with the event of the array to wait for.
-  std::vector<mx::array> launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) override;
+  std::vector<mx::array> launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into, Runner) override;
 
  private:
   struct Fixed {

@@ -55,7 +55,7 @@ mx::array submit(mx::Stream stream, std::function<void(Encoder&)> work) {
   return done;
 }
 
-std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into) {
+std::vector<mx::array> Capture::launch(const std::vector<mx::array>& from, const std::vector<mx::array>& into, Runner) {
   std::vector<mx::array> lazy, fed, fed_into, copied, copied_into, given;
   auto is_lazy = [](const mx::array& array) { return array.status() == mx::array::Status::unscheduled; };
   std::copy_if(from.begin(), from.end(), std::back_inserter(lazy), is_lazy);

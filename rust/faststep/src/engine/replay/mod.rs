@@ -17,7 +17,7 @@ use mlx_rs::{error::Result as MlxResult, Array};
 use super::{evaluate::evaluate, Engine, Owner};
 use crate::{
     mlx::{
-        array, memory,
+        array, blas, memory,
         replay::{self, ScalarsApart},
     },
     trace::{Call, Captured, Given, Outputs, Part, Replay, Trace},
@@ -50,7 +50,7 @@ const ROUNDING: usize = 1 << 16;
 fn captured(bytes: usize) -> usize {
     let (times, most) = LITTLE;
     let little = if replay::is_on_cpu() {
-        0 // nothing runs side by side
+        0
     } else {
         (times * bytes).min(most)
     };
@@ -354,10 +354,10 @@ impl Engine {
     }
 }
 
-// on a CPU: once a compiler has made the kernels, for which a capture would wait
+// on a CPU: once a compiler has made the kernels, for which a capture would wait; several threads may run its units side by side
 fn pays(trace: &Trace) -> bool {
     let gain = SECONDS * f64::from(u32::try_from(trace.operations).unwrap_or(u32::MAX));
-    !trace.capture.in_blocks && !trace.capture.pace.takes(gain / GAIN)
+    !trace.capture.in_blocks && (blas::team().is_some() || !trace.capture.pace.takes(gain / GAIN))
 }
 
 fn refusal(trace: &Trace) -> Option<&'static str> {

@@ -181,7 +181,7 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
     fn in_chunks(self, cut: Cut) {
         let chunk = |at: usize| self.chunk(cut.columns, cut.range(at));
         match rested() {
-            Some(helpers) => share_by(helpers, cut.count, &chunk),
+            Some(helpers) => helpers.share(cut.count, &chunk),
             None if cut.columns => (0..cut.count).for_each(chunk),
             None => self.whole(),
         }
@@ -213,21 +213,21 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
 /// Do chunks of work, together with the helpers where there are some that have not to rest.
 pub fn share(count: usize, chunk: &Chunk<'_>) {
     match rested() {
-        Some(helpers) => share_by(helpers, count, chunk),
+        Some(helpers) => helpers.share(count, chunk),
         None => (0..count).for_each(chunk),
     }
 }
 
-fn share_by(helpers: &Helpers, count: usize, chunk: &Chunk<'_>) {
-    // SAFETY: the helpers call it only before this returns.
-    let chunk = unsafe { mem::transmute::<&Chunk<'_>, &'static Chunk<'static>>(chunk) };
-    helpers.share(count, chunk);
+fn rested() -> Option<&'static Helpers> {
+    team()
+        .map(|(helpers, _)| helpers)
+        .filter(|helpers| helpers.are_rested())
 }
 
-fn rested() -> Option<&'static Helpers> {
-    (THREADS.load(Ordering::Relaxed) > 1)
-        .then(helpers)
-        .filter(|helpers| helpers.are_rested())
+/// The helpers, and how many threads they are with the one that calls; none where there is no other.
+pub fn team() -> Option<(&'static Helpers, usize)> {
+    let threads = THREADS.load(Ordering::Relaxed);
+    (threads > 1).then(|| (helpers(), threads))
 }
 
 /// Return the threads of this process; start them if they have not.

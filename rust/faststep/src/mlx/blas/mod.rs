@@ -21,7 +21,8 @@
 //! Binding is safe while other threads compute: see `mlx/rebind.rs`. OpenBLAS computes by one thread from then
 //! on, for whoever else has loaded this file of it too, and large matrix products are shared by as many threads as it
 //! would have taken: one for each processor that the process may use, or what `OPENBLAS_NUM_THREADS` or
-//! `OMP_NUM_THREADS` said when it was loaded, at most 16. They sleep while there is no such product (`blas/gemm.rs`).
+//! `OMP_NUM_THREADS` said when it was loaded, at most 16 (`blas/gemm.rs`). They run the tasks of a captured step, too, that need not
+//! wait for each other (`blas/units.rs`), and sleep while there is nothing of either.
 #![allow(unsafe_code)]
 
 #[cfg(all(
@@ -30,18 +31,15 @@
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod gemm;
-#[cfg(all(
-    target_os = "linux",
-    target_env = "gnu",
-    any(target_arch = "x86_64", target_arch = "aarch64")
-))]
 mod share;
+mod units;
 
 use std::path::{Path, PathBuf};
 
 use crate::mlx::rebind::RebindError;
 
-pub(crate) use imp::{bound, of_mlx, share, Gemm, Sgemm};
+pub(crate) use imp::{bound, of_mlx, share, team, Gemm, Sgemm};
+pub(crate) use units::Units;
 
 /// The result of [`bind`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,7 +93,7 @@ mod imp {
         path::Path,
     };
 
-    pub use super::gemm::{bound, of_mlx, share, Gemm, Sgemm};
+    pub use super::gemm::{bound, of_mlx, share, team, Gemm, Sgemm};
 
     pub fn bind(path: &Path) -> Result<Vec<String>, BlasError> {
         let library = Library::open(path)?;
@@ -161,7 +159,10 @@ mod imp {
     any(target_arch = "x86_64", target_arch = "aarch64")
 )))]
 mod imp {
-    use super::BlasError;
+    use super::{
+        share::{Chunk, Helpers},
+        BlasError,
+    };
     use std::path::Path;
 
     /// A function that does not exist: nothing is bound to OpenBLAS on this system.
@@ -193,8 +194,12 @@ mod imp {
         None
     }
 
-    pub fn share(count: usize, chunk: &(dyn Fn(usize) + Sync)) {
+    pub fn share(count: usize, chunk: &Chunk<'_>) {
         (0..count).for_each(chunk);
+    }
+
+    pub fn team() -> Option<(&'static Helpers, usize)> {
+        None
     }
 
     /// MLX brings the platform's own fast BLAS, or a table in a format unknown here.

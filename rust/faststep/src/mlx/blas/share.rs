@@ -1,12 +1,14 @@
 //! Work in chunks, shared with threads that sleep while there is none.
 //!
-//! Whoever has work takes its chunks one after the other, and so do the helpers that are awake by then: a chunk belongs
-//! to who first asks for it. The owner waits only for chunks that a helper has begun. On a busy machine a helper may be
+//! Whoever has work takes its chunks one after the other, and so do the helpers that have time: a chunk belongs to who
+//! first asks for it. The owner waits only for chunks that a helper has begun. On a busy machine a helper may be
 //! kept from the processor in the midst of one; what that costs the owner is measured, and no work is shared for a
 //! while after it, so that little is lost whatever else runs.
+//!
+//! A long job is one in which a helper stays (`units.rs`): while it finds nothing to do there, it helps with chunks.
 use std::{
     collections::VecDeque,
-    hint, process,
+    hint, mem, process,
     sync::{
         atomic::{AtomicU64, AtomicUsize, Ordering},
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -19,6 +21,9 @@ use std::{
 const REST: u32 = 50;
 /// The time for which the owner polls the last chunks before it sleeps: less than waking up takes.
 const LOOK: Duration = Duration::from_micros(20);
+/// The time for which a helper polls for the next work before it sleeps: the products of one step follow each other
+/// closely, and waking up takes as long as many a chunk.
+const POLL: Duration = Duration::from_micros(200);
 
 /// The function that computes a chunk, by its number.
 pub type Chunk<'a> = dyn Fn(usize) + Sync + 'a;
@@ -27,7 +32,9 @@ pub type Chunk<'a> = dyn Fn(usize) + Sync + 'a;
 pub struct Helpers {
     process: u32,
     begin: Instant,
-    rests: AtomicU64, // until then, in nanoseconds after `begin`
+    rests: AtomicU64,    // until then, in nanoseconds after `begin`
+    offers: AtomicUsize, // made so far
+    idle: AtomicUsize,   // helpers that look for work, or sleep
     queue: Mutex<Queue>,
     wake: Condvar,
 }
@@ -38,9 +45,18 @@ struct Queue {
     asleep: usize,
 }
 
+impl Queue {
+    /// The job that has waited longest of those that fit and have chunks left.
+    fn first(&self, fits: impl Fn(&Job) -> bool) -> Option<Arc<Job>> {
+        let left = |job: &&Arc<Job>| job.next.load(Ordering::Relaxed) < job.count && fits(job);
+        self.jobs.iter().find(left).cloned()
+    }
+}
+
 struct Job {
     chunk: &'static Chunk<'static>,
     count: usize,
+    is_long: bool,
     next: AtomicUsize,
     done: AtomicUsize,
     owner: Thread,
@@ -86,6 +102,8 @@ impl Helpers {
             process: process::id(),
             begin: Instant::now(),
             rests: AtomicU64::new(0),
+            offers: AtomicUsize::new(0),
+            idle: AtomicUsize::new(0),
             queue: Mutex::default(),
             wake: Condvar::new(),
         }))
@@ -95,7 +113,9 @@ impl Helpers {
     pub fn start(&'static self, count: usize) {
         for _ in 0..count {
             let thread = thread::Builder::new().name("faststep-blas".to_owned());
+            self.idle.fetch_add(1, Ordering::Relaxed);
             if thread.spawn(|| self.help()).is_err() {
+                self.idle.fetch_sub(1, Ordering::Relaxed);
                 break;
             }
         }
@@ -106,16 +126,32 @@ impl Helpers {
         self.process == process::id()
     }
 
-    /// Return whether work is shared by now.
+    /// Return whether work is shared by now, and there is somebody to share it with.
     pub fn are_rested(&self) -> bool {
-        self.now() >= self.rests.load(Ordering::Relaxed)
+        self.idle.load(Ordering::Relaxed) > 0 && self.now() >= self.rests.load(Ordering::Relaxed)
     }
 
     /// Do all chunks; none is under way any more when this returns.
-    pub fn share(&self, count: usize, chunk: &'static Chunk<'static>) {
+    pub fn share(&self, count: usize, chunk: &Chunk<'_>) {
+        let begin = Instant::now();
+        let (taken, worked) = self.finish(count, chunk, false);
+        self.account(worked, begin.elapsed(), taken, count);
+    }
+
+    /// Do the same with a long job, for which nobody rests.
+    pub fn share_long(&self, count: usize, chunk: &Chunk<'_>) {
+        self.finish(count, chunk, true);
+    }
+
+    // the chunks that the owner has done itself, and the time of those
+    #[allow(unsafe_code)]
+    fn finish(&self, count: usize, chunk: &Chunk<'_>, is_long: bool) -> (usize, Duration) {
+        // SAFETY: the helpers call it only before this returns.
+        let chunk = unsafe { mem::transmute::<&Chunk<'_>, &'static Chunk<'static>>(chunk) };
         let job = Arc::new(Job {
             chunk,
             count,
+            is_long,
             next: AtomicUsize::new(0),
             done: AtomicUsize::new(0),
             owner: thread::current(),
@@ -126,12 +162,38 @@ impl Helpers {
         let worked = begin.elapsed();
         self.withdraw(&job);
         job.wait();
-        self.account(worked, begin.elapsed(), taken, count);
+        (taken, worked)
+    }
+
+    /// Help with chunks until `is_over`, which has to be quick.
+    pub fn help_until(&self, is_over: &dyn Fn() -> bool) {
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        let mut seen = self.offers.load(Ordering::Relaxed).wrapping_sub(1); // of jobs before this there may be chunks left
+        let mut begin = Instant::now();
+        while !is_over() {
+            let offers = self.offers.load(Ordering::Relaxed);
+            if offers != seen {
+                seen = offers;
+                let job = self.queue().first(|job| !job.is_long);
+                if let Some(job) = job {
+                    self.idle.fetch_sub(1, Ordering::Relaxed);
+                    job.work();
+                    self.idle.fetch_add(1, Ordering::Relaxed);
+                    begin = Instant::now();
+                }
+            } else if begin.elapsed() < LOOK {
+                hint::spin_loop();
+            } else {
+                thread::yield_now(); // to whoever else wants this processor
+            }
+        }
+        self.idle.fetch_sub(1, Ordering::Relaxed);
     }
 
     fn offer(&self, job: &Arc<Job>) {
         let mut queue = self.queue();
         queue.jobs.push_back(job.clone());
+        self.offers.fetch_add(1, Ordering::Relaxed);
         let wanted = queue.asleep.min(job.count - 1);
         drop(queue);
         for _ in 0..wanted {
@@ -165,24 +227,34 @@ impl Helpers {
 
     fn help(&self) {
         loop {
-            self.next().work();
+            let job = self.next();
+            self.idle.fetch_sub(1, Ordering::Relaxed);
+            job.work();
+            self.idle.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// The job that has waited longest of those with chunks left.
     fn next(&self) -> Arc<Job> {
-        let mut queue = self.queue();
         loop {
-            let left = |job: &&Arc<Job>| job.next.load(Ordering::Relaxed) < job.count;
-            if let Some(job) = queue.jobs.iter().find(left) {
-                return job.clone();
+            let seen = self.offers.load(Ordering::Acquire);
+            if let Some(job) = self.queue().first(|_| true) {
+                return job;
             }
-            queue.asleep += 1;
-            queue = self
-                .wake
-                .wait(queue)
-                .unwrap_or_else(PoisonError::into_inner);
-            queue.asleep -= 1;
+            let is_new = || self.offers.load(Ordering::Relaxed) != seen;
+            let begin = Instant::now();
+            while !is_new() && begin.elapsed() < POLL {
+                hint::spin_loop();
+            }
+            let mut queue = self.queue();
+            // offers are counted by who has the lock: none is missed
+            while !is_new() {
+                queue.asleep += 1;
+                queue = self
+                    .wake
+                    .wait(queue)
+                    .unwrap_or_else(PoisonError::into_inner);
+                queue.asleep -= 1;
+            }
         }
     }
 }
@@ -205,11 +277,9 @@ mod tests {
         let owner = || {
             for round in 0..200 {
                 let done: Vec<_> = (0..=round % 9).map(|_| AtomicUsize::new(0)).collect();
-                let done: &'static [AtomicUsize] = done.leak();
-                let chunk = move |at: usize| {
+                helpers.share(done.len(), &|at| {
                     done[at].fetch_add(1, Ordering::Relaxed);
-                };
-                helpers.share(done.len(), Box::leak(Box::new(chunk)));
+                });
                 assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
             }
         };
@@ -244,7 +314,7 @@ mod tests {
             }
             own.fetch_add(1, Ordering::Relaxed);
         };
-        helpers.share(8, Box::leak(Box::new(chunk)));
+        helpers.share(8, &chunk);
         assert!(helped.load(Ordering::Relaxed));
         assert_eq!(rest.load(Ordering::Relaxed), 7);
     }
