@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from faststep._step._options import Options
 from faststep._step._ranks import Ranks, rank_error
-from faststep._step._shard import ShardedOptimizer
 from faststep._step._state import Kept
 from faststep._step._user_optimizer import OwnOptimizer
 
@@ -45,11 +44,13 @@ class Replicas:
 
     Args:
         kept: What the native step keeps.
+        is_sharded: Whether each rank has a part of the optimizer's state.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, options: Options, kept: Kept | None) -> None:
-        self._is_sharded = isinstance(optimizer, OwnOptimizer) and isinstance(optimizer.own, ShardedOptimizer)
-        optimizer = optimizer.own.optimizer if self._is_sharded else optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: Any, options: Options, kept: Kept | None, is_sharded: bool = False
+    ) -> None:
+        self._is_sharded = is_sharded
         self._model, self._optimizer, self._options = model, optimizer, options
         arrays = {} if kept is None else kept[0]
         self._kept = {name: array for name, array in arrays.items() if not name.startswith(_OPEN)}
