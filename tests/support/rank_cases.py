@@ -413,6 +413,16 @@ def broadcast() -> None:
 
 
 @case
+def sharded_modules() -> None:
+    """Are no replicas: the error says to leave the group out."""
+    model, optimizer = pair()
+    model.layers[0] = nn.fully_shard(model.layers[0], group=GROUP)
+    step = Step(model, optimizer, mean_loss, group=GROUP)
+    with refused("layers.0.module.weight differ from .* leave the group of these ranks out", None):
+        step(*batch(0, RANK))
+
+
+@case
 def checked_at_intervals() -> None:
     """A parameter that another program changes on one rank is found behind the update that is due."""
     model, optimizer = pair()

@@ -25,6 +25,10 @@ _MAKE_ALIKE = (
     "Make the model from one seed on all ranks (mx.random.seed), or load the same weights, and the same state into the "
     'optimizer; sync="broadcast" takes those of rank 0'
 )
+_LEAVE_OUT = (
+    "Modules of nn.fully_shard have a part of them on each rank: leave the group of these ranks out of the step, "
+    "since MLX averages their gradients itself"
+)
 _HAVE_DRIFTED = (
     "The replicas have drifted apart: something other than the step has changed them on these ranks. Start all ranks "
     "again from a checkpoint that is older"
@@ -76,7 +80,8 @@ class Replicas:
         self._check_parts(ranks)
         if self._options.sync == "broadcast":
             self._broadcast(ranks)
-        self._check_values(ranks, _MAKE_ALIKE)
+        shares = any(isinstance(module, nn.FullyShardedModule) for module in self._model.modules())
+        self._check_values(ranks, _LEAVE_OUT if shares else _MAKE_ALIKE)
         others = {name: _described(array) for name, array in self._others().items()}
         for rank, theirs in enumerate(ranks.gather(others, "comparison")):
             differ = [name for name in others if theirs.get(name) not in (None, others[name])]

@@ -41,14 +41,26 @@ impl Engine {
             return Ok(());
         };
         self.clock.enter(Stage::Collective);
+        let before = ranks.seconds();
+        let gathered = self.gathered((&mut *ranks, update), &own, owner);
+        self.exchanged += ranks.seconds() - before;
+        gathered
+    }
+
+    fn gathered(
+        &mut self,
+        (ranks, update): Round<'_>,
+        own: &[bool],
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
         let bytes = self.parameters.iter().map(Array::nbytes).sum();
         if self.parameters_are_static() {
             ranks.sum((bytes, update), owner, |group, crowded| {
-                self.gather_static(&own, group, crowded)
+                self.gather_static(own, group, crowded)
             })?;
             return self.show_gathered(owner).map_err(Error::Device);
         }
-        let mine = self.buffers().into_iter().zip(&own);
+        let mine = self.buffers().into_iter().zip(own);
         let mine: Vec<Array> = mine
             .map(|(buffer, own)| part(&buffer, *own))
             .collect::<MlxResult<_>>()?;
@@ -76,7 +88,9 @@ impl Engine {
         options: &Options,
         owner: &mut dyn Owner,
     ) -> Result<bool> {
+        let before = ranks.seconds();
         let summed = self.exchange(ranks, update, options, owner);
+        self.exchanged += ranks.seconds() - before;
         if summed.is_err() {
             self.drop_window();
         }
