@@ -171,7 +171,7 @@ class Step(Generic[M, T]):
                 included; 0: at the first call only.
             shard_optimizer: Each rank of the group updates a part of the parameters, whole ones, and has the optimizer
                 state of that part alone; then they exchange parameters. Not with a `MultiOptimizer`, an object of your
-                own, `ema_decay`, `sync="broadcast"`, nor `compute_dtype` for half-precision parameters.
+                own, `transform`, `ema_decay`, `sync="broadcast"`, nor `compute_dtype` for half-precision parameters.
             **unknown: Refused: there are no other options. The error names the option that may be meant.
 
         Raises:
