@@ -56,6 +56,11 @@ def frozen() -> nn.Module:
     return model
 
 
+def large() -> nn.Module:
+    """Make one of more gradients than a message takes where ranks share few processors."""
+    return nn.Sequential(nn.Linear(WIDTH, 800), nn.Linear(800, 800), nn.Linear(800, WIDTH))
+
+
 def pair(make: Callable[[], nn.Module] = sequential, optimizer: Any = None) -> Pair:
     mx.random.seed(1)
     model = make()
@@ -176,6 +181,9 @@ def reading(model: nn.Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.ar
 
 CASES |= {
     "joined": Same(joined=True, rules={"max_grad_norm": 0.5}, steps=20),
+    "joined_large": Same(
+        joined=True, make=large, optimizer=lambda: optim.SGD(0.01), rules={"nonfinite": "allow"}, steps=3
+    ),
     "window": Same(accumulate=3, rules={"max_grad_norm": 0.5, "max_grad_value": 0.05}),
     "weighted": Same(weighted_loss, masked),
     "weighted_window": Same(weighted_loss, masked, accumulate=2),
@@ -405,6 +413,16 @@ def broadcast() -> None:
 
 
 @case
+def sharded_modules() -> None:
+    """Are no replicas: the error says to leave the group out."""
+    model, optimizer = pair()
+    model.layers[0] = nn.fully_shard(model.layers[0], group=GROUP)
+    step = Step(model, optimizer, mean_loss, group=GROUP)
+    with refused("layers.0.module.weight differ from .* leave the group of these ranks out", None):
+        step(*batch(0, RANK))
+
+
+@case
 def checked_at_intervals() -> None:
     """A parameter that another program changes on one rank is found behind the update that is due."""
     model, optimizer = pair()
@@ -546,12 +564,15 @@ def sharded_optimizer() -> None:
     for name, make in makes.items():
         model = frozen if name == "Muon" else sequential
         ours, whole = pair(model, make), pair(model, make)
-        step = Step(*ours, mean_loss, **options, shard_optimizer=True, check_ranks=2)
+        is_captured = name == "AdamW"
+        step = Step(*ours, mean_loss, **options, shard_optimizer=True, check_ranks=2, replay=is_captured)
         reference = Step(*whole, mean_loss, **options)
-        for number in range(8):
+        for number in range(16):
             for each in (step, reference):
                 out = each(*spoiled(number, RANK))
         assert out.updated
+        assert step.stats.mode == "native"
+        assert all(is_captured == ("captured" in str(each.replay)) for each in step.stats.traces)
         assert_equal(ours[0].parameters(), whole[0].parameters(), 1e-6, 1e-7)
         parts = [set(flat(each.state)) for each in (ours[1], whole[1])]
         assert parts[0] < parts[1]
@@ -570,6 +591,9 @@ def sharded_optimizer() -> None:
     with refused("layers.0.[a-z]* was frozen at the first step", None, ValueError):
         for number in range(2):
             step(*batch(number, RANK))
+    changed = Step(*pair(), mean_loss, group=GROUP, shard_optimizer=True, transform=lambda model, gradients: gradients)
+    with refused("shard_optimizer: expected an update that the step computes itself", None, ValueError):
+        changed(*batch(0, RANK))
     with refused("expected neither ema_decay", None, ValueError):
         Step(*pair(), mean_loss, group=GROUP, shard_optimizer=True, ema_decay=0.9)
     with refused("got MultiOptimizer", None, ValueError):

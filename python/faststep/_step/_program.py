@@ -59,21 +59,22 @@ class Program:
     def begin_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Compare model, optimizer and options with those of the other ranks before the first update."""
         with self.ranks.told():
-            Replicas(model, optimizer, self.options, self.core.state()).begin(self.ranks)
+            self._replicas(model, optimizer).begin(self.ranks)
             if self.sharded is not None:
-                self.sharded.share_out(model, self.ranks, self.options)
+                self.core.share_out(self.sharded.share_out(model, self.ranks, self.options), self.ranks.rank)
         self.unchecked = False
 
     def check_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Compare them again, now."""
         if self.ranks.size > 1:
             with self.ranks.told():
-                Replicas(model, optimizer, self.options, self.core.state()).check(self.ranks)
+                self._replicas(model, optimizer).check(self.ranks)
+
+    def _replicas(self, model: nn.Module, optimizer: Optimizer) -> Replicas:
+        return Replicas(model, optimizer, self.options, self.core.state(), self.sharded is not None)
 
     def updated(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Gather what other ranks have updated; count an update, and compare the ranks where that is due."""
-        if self.sharded is not None:
-            self.sharded.gather(model, self.ranks)
+        """Count an update, and compare the ranks where that is due."""
         if self._check_every:
             self._updates += 1
             if self._updates % self._check_every == 0:

@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from faststep._step._options import Options
 from faststep._step._ranks import Ranks, rank_error
-from faststep._step._shard import ShardedOptimizer
 from faststep._step._state import Kept
 from faststep._step._user_optimizer import OwnOptimizer
 
@@ -25,6 +24,10 @@ _PLAIN = (bool, int, float, str, type(None))
 _MAKE_ALIKE = (
     "Make the model from one seed on all ranks (mx.random.seed), or load the same weights, and the same state into the "
     'optimizer; sync="broadcast" takes those of rank 0'
+)
+_LEAVE_OUT = (
+    "Modules of nn.fully_shard have a part of them on each rank: leave the group of these ranks out of the step, "
+    "since MLX averages their gradients itself"
 )
 _HAVE_DRIFTED = (
     "The replicas have drifted apart: something other than the step has changed them on these ranks. Start all ranks "
@@ -45,11 +48,13 @@ class Replicas:
 
     Args:
         kept: What the native step keeps.
+        is_sharded: Whether each rank has a part of the optimizer's state.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, options: Options, kept: Kept | None) -> None:
-        self._is_sharded = isinstance(optimizer, OwnOptimizer) and isinstance(optimizer.own, ShardedOptimizer)
-        optimizer = optimizer.own.optimizer if self._is_sharded else optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: Any, options: Options, kept: Kept | None, is_sharded: bool = False
+    ) -> None:
+        self._is_sharded = is_sharded
         self._model, self._optimizer, self._options = model, optimizer, options
         arrays = {} if kept is None else kept[0]
         self._kept = {name: array for name, array in arrays.items() if not name.startswith(_OPEN)}
@@ -75,7 +80,8 @@ class Replicas:
         self._check_parts(ranks)
         if self._options.sync == "broadcast":
             self._broadcast(ranks)
-        self._check_values(ranks, _MAKE_ALIKE)
+        shares = any(isinstance(module, nn.FullyShardedModule) for module in self._model.modules())
+        self._check_values(ranks, _LEAVE_OUT if shares else _MAKE_ALIKE)
         others = {name: _described(array) for name, array in self._others().items()}
         for rank, theirs in enumerate(ranks.gather(others, "comparison")):
             differ = [name for name in others if theirs.get(name) not in (None, others[name])]

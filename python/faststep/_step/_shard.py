@@ -15,11 +15,10 @@ from faststep._step._options import Options
 from faststep._step._ranks import Ranks
 
 _HALF = (mx.float16, mx.bfloat16)
-_JOINED = 32 << 20  # bytes of one exchange, as in `nn.average_gradients`
 
 
 class ShardedOptimizer:
-    """The part of an optimizer's work that this rank does: whole parameters, so that the update is the same.
+    """The part of an optimizer's state that this rank has: that of whole parameters, so that the update is the same.
 
     Attributes:
         optimizer: The user's own, with the state of this part.
@@ -40,66 +39,30 @@ class ShardedOptimizer:
             raise ValueError('shard_optimizer: expected neither ema_decay nor sync="broadcast" with it')
         self.optimizer = optimizer
         self._owners: dict[str, int] = {}
-        self._rank = 0
         self.is_whole = False
 
-    def share_out(self, model: nn.Module, ranks: Ranks, options: Options) -> None:
+    def share_out(self, model: nn.Module, ranks: Ranks, options: Options) -> dict[str, int]:
         """Share the trainable parameters out, and drop the state of those of other ranks.
 
+        Returns:
+            The rank that updates each parameter, by name.
+
         Raises:
-            ValueError: Masters would be kept, or a parameter has no name of its own.
+            ValueError: Masters would be kept.
         """
         arrays = _named(model.trainable_parameters())
-        if listed := [name for name in arrays if name.rpartition(".")[2].isdigit()]:
-            raise ValueError(f"shard_optimizer: expected parameters in attributes, got {listed[0]} in a list of arrays")
         if options.compute_dtype is not None and any(each.dtype in _HALF for each in arrays.values()):
             raise ValueError("shard_optimizer: expected float32 parameters with compute_dtype, got half precision")
         loads = [0] * ranks.size
-        self._owners, self._rank = {}, ranks.rank
+        owners: dict[int, int] = {}  # by array: one of several names is updated once
         for name in sorted(arrays, key=lambda name: (-arrays[name].nbytes, name)):
-            rank = loads.index(min(loads))
-            self._owners[name], loads[rank] = rank, loads[rank] + arrays[name].nbytes
-        if any(name in self._owners for name in _owners_of(self.optimizer.state)):
-            self.optimizer.state = self._part(self.optimizer.state)
-
-    def update(self, model: nn.Module, gradients: dict[str, Any]) -> None:
-        """Update this rank's part of the parameters.
-
-        Raises:
-            ValueError: A parameter has been unfrozen since they were shared out.
-        """
-        for name in _named(gradients):
-            if name not in self._owners:
-                raise ValueError(f"shard_optimizer: {name} was frozen at the first step: make a new Step")
-        self.optimizer.update(model, self._part(gradients))
-
-    def gather(self, model: nn.Module, ranks: Ranks) -> None:
-        """Give the model the parameters that other ranks have updated.
-
-        Raises:
-            RankError: Another rank has failed, or is gone.
-        """
-        arrays = _named(model.trainable_parameters())
-        found = ranks.together("parameters", lambda: self._exchanged(arrays, ranks))
-        model.update(tree_map_with_path(lambda name, _: found[name], model.trainable_parameters()))
-
-    def _exchanged(self, arrays: dict[str, mx.array], ranks: Ranks) -> dict[str, mx.array]:
-        """Return the sums over the ranks, of which each has its own part and zeros."""
-        lists: list[list[str]] = []
-        for name, array in arrays.items():
-            size = sum(arrays[each].nbytes for each in lists[-1]) if lists else _JOINED
-            if size >= _JOINED or arrays[lists[-1][0]].dtype != array.dtype:
-                lists.append([])
-            lists[-1].append(name)
-        found: dict[str, mx.array] = {}
-        for names in lists:
-            own = [arrays[name] if self._owners[name] == ranks.rank else mx.zeros_like(arrays[name]) for name in names]
-            whole, at = ranks.sum(mx.concatenate([each.reshape(-1) for each in own])), 0
-            for name in names:
-                found[name] = whole[at : at + arrays[name].size].reshape(arrays[name].shape)
-                at += arrays[name].size
-        mx.eval(found)
-        return found
+            if id(arrays[name]) not in owners:
+                rank = loads.index(min(loads))
+                owners[id(arrays[name])], loads[rank] = rank, loads[rank] + arrays[name].nbytes
+        self._owners = {name: owners[id(array)] for name, array in arrays.items()}
+        if any(self._owners.get(name, ranks.rank) != ranks.rank for name in _owners_of(self.optimizer.state)):
+            self.optimizer.state = self._part(self.optimizer.state, ranks.rank)
+        return self._owners
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module, ranks: Ranks) -> Iterator[None]:
@@ -132,14 +95,14 @@ class ShardedOptimizer:
         finally:
             self.optimizer._state, self.is_whole = part, False
 
-    def _part(self, tree: Any, path: str = "") -> Any:
-        """Return a tree of parameters, or of their states, without those of other ranks."""
-        if isinstance(tree, dict) and path not in self._owners:
-            paths = {key: f"{path}.{key}" if path else key for key in tree}
-            mine = [key for key in tree if self._owners.get(paths[key], self._rank) == self._rank]
-            return {key: self._part(tree[key], paths[key]) for key in mine}
+    def _part(self, tree: Any, rank: int, path: str = "") -> Any:
+        """Return the states of parameters with empty ones in the place of those of other ranks."""
+        if self._owners.get(path, rank) != rank:
+            return {}
+        if isinstance(tree, dict):
+            return {key: self._part(tree[key], rank, f"{path}.{key}" if path else key) for key in tree}
         if isinstance(tree, list):
-            return [self._part(each, f"{path}.{index}") for index, each in enumerate(tree)]
+            return [self._part(each, rank, f"{path}.{index}") for index, each in enumerate(tree)]
         return tree
 
 

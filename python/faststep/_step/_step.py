@@ -171,7 +171,7 @@ class Step(Generic[M, T]):
                 included; 0: at the first call only.
             shard_optimizer: Each rank of the group updates a part of the parameters, whole ones, and has the optimizer
                 state of that part alone; then they exchange parameters. Not with a `MultiOptimizer`, an object of your
-                own, `ema_decay`, `sync="broadcast"`, nor `compute_dtype` for half-precision parameters.
+                own, `transform`, `ema_decay`, `sync="broadcast"`, nor `compute_dtype` for half-precision parameters.
             **unknown: Refused: there are no other options. The error names the option that may be meant.
 
         Raises:
@@ -196,13 +196,13 @@ class Step(Generic[M, T]):
     @property
     def optimizer(self) -> Any:
         """The optimizer, or a stand-in for an object of your own. A new one is used from the next call on."""
-        return self._optimizer if self._sharded is None else self._sharded.optimizer
+        return self._optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
         if self._sharded is not None and optimizer is not self._sharded.optimizer:
             raise ValueError("optimizer: expected the one of the step, whose state is shared out (shard_optimizer)")
-        self._given = optimizer if self._sharded is None else self._sharded
+        self._given = optimizer
         self._optimizer = as_optimizer(self._given)
 
     @property

@@ -173,8 +173,9 @@ void* faststep_group_new(const void* group) noexcept;
 void faststep_group_free(void* group) noexcept;
 int faststep_group_rank(const void* group) noexcept;
 int faststep_group_size(const void* group) noexcept;
-// The lazy sum of an array over the group, on the stream on which it communicates.
-int faststep_group_sum(const void* group, const void* array, void** sum);
+// The lazy sum of an array over the group, on the stream on which it communicates: on a CPU in messages of so many elements, 0:
+// in one.
+int faststep_group_sum(const void* group, const void* array, size_t message, void** sum);
 // Sums numbers over the group, in their place, and waits for that: on a GPU not for what it computes meanwhile.
 int faststep_group_sum_numbers(const void* group, float* numbers, size_t count);
 // After an error of the device, which is known: waits for all that is under way, and has none of the arrays wait any more.

@@ -1,8 +1,16 @@
 // A group of processes that exchange arrays. mlx-c's sum takes a stream, and only the group's back end knows its own.
 #include "group.hpp"
 
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include "mlx/distributed/distributed_impl.h"
 #include "mlx/distributed/ops.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "cpu/on_cpu.hpp"
 #include "status.hpp"
 
 namespace faststep {
@@ -15,6 +23,43 @@ mx::Stream communication_stream(const mx::distributed::Group& group) {
   thread_local const auto beside = mx::new_stream(mx::Device::gpu);
   return beside;
 }
+
+namespace {
+
+// The sum of an array that lies row after row, in messages of so many elements.
+class PiecewiseAllReduce : public OnCpu {
+ public:
+  PiecewiseAllReduce(mx::Stream stream, mx::distributed::Group group, size_t message)
+      : OnCpu(stream), group_(std::move(group)), message_(message) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    const auto& in = inputs[0];
+    if (in.is_donatable()) {
+      out.copy_shared_buffer(in);
+    } else {
+      out.set_data(mx::allocator::malloc(out.nbytes()));
+      mx::cpu::get_command_encoder(stream()).dispatch(
+          [from = in.data<char>(), to = out.data<char>(), bytes = in.nbytes()] { std::memcpy(to, from, bytes); });
+    }
+    for (size_t begin = 0; begin < out.size(); begin += message_) {
+      auto size = std::min(message_, out.size() - begin);
+      mx::array piece({static_cast<int>(size)}, out.dtype(), nullptr, {});
+      piece.copy_shared_buffer(out, {1}, {true, true, true}, size, static_cast<int64_t>(begin));
+      group_.raw_group()->all_sum(piece, piece, stream());
+      mx::synchronize(stream()); // behind an error the next one would wait for ever
+    }
+  }
+
+  const char* name() const override {
+    return "PiecewiseAllReduce";
+  }
+
+ private:
+  mx::distributed::Group group_;
+  size_t message_;
+};
+
+} // namespace
 
 } // namespace faststep
 
@@ -40,10 +85,16 @@ int faststep_group_size(const void* group) noexcept {
   return group_at(group).size();
 }
 
-int faststep_group_sum(const void* group, const void* array, void** sum) {
+int faststep_group_sum(const void* group, const void* array, size_t message, void** sum) {
   return faststep::guarded([&] {
     const auto& ranks = group_at(group);
     auto stream = faststep::communication_stream(ranks);
-    *sum = faststep::owned(mx::distributed::all_sum(faststep::at(array), ranks, stream));
+    const auto& whole = faststep::at(array);
+    if (stream.device == mx::Device::gpu || message == 0 || message >= whole.size()) {
+      *sum = faststep::owned(mx::distributed::all_sum(whole, ranks, stream));
+      return;
+    }
+    auto pieces = std::make_shared<faststep::PiecewiseAllReduce>(stream, ranks, message);
+    *sum = faststep::owned(mx::array(whole.shape(), whole.dtype(), std::move(pieces), {mx::contiguous(whole, false, stream)}));
   });
 }

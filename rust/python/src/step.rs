@@ -55,7 +55,7 @@ use crate::{
     mlx::{bridge, errors::to_python, gil::Waiting},
     store::{
         registry::{self, Shared},
-        ModelSignature, Store,
+        ModelSignature, SharedOut, Store,
     },
     watch::WatchList,
 };
@@ -103,6 +103,7 @@ struct Watched {
 struct Inner {
     options: Options,
     ranks: Option<Ranks>,
+    shared_out: Option<Rc<SharedOut>>,
     varies_norm: bool,  // the norm to which gradients are clipped has been another
     checked: bool,      // whether there is a compiler
     numpy_as_mlx: bool, // NumPy arrays are passed as mx.arrays
@@ -198,6 +199,7 @@ impl Step {
             inner: ThreadBound(RefCell::new(Inner {
                 options,
                 ranks,
+                shared_out: None,
                 varies_norm: false,
                 checked: false,
                 numpy_as_mlx: false,
@@ -319,6 +321,14 @@ impl Step {
             let found = exchange.call0();
             ranks.end_exchange(began);
             found
+        })
+    }
+
+    /// Update the parameters of this rank alone from the next step on, and take the others from the rank that `owners` has by name.
+    fn share_out(&self, owners: HashMap<String, usize>, rank: usize) -> PyResult<()> {
+        self.open(|inner, _| {
+            inner.shared_out = Some(Rc::new(SharedOut { owners, rank }));
+            Ok(())
         })
     }
 

@@ -16,7 +16,12 @@ pub mod owner;
 pub mod registry;
 mod values;
 
-use std::{collections::HashSet, rc::Rc, sync::Arc, thread::ThreadId};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+    sync::Arc,
+    thread::ThreadId,
+};
 
 use faststep::engine::{
     precision::Stored, Engine, HeldArrays, Layout, NamedAuxState, Needs, Role, Rule, StageClock,
@@ -24,7 +29,7 @@ use faststep::engine::{
 };
 use mlx_rs::Array;
 use pyo3::{
-    exceptions::{PyRuntimeError, PyTypeError},
+    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
     types::{PyList, PyWeakrefReference},
 };
@@ -37,7 +42,7 @@ use crate::{
         random::key_list,
     },
     optimizer::members,
-    tree::{slot::Slot, snapshot::Snapshot, text::text, Tree},
+    tree::{paths::dotted, slot::Slot, snapshot::Snapshot, text::text, Tree},
 };
 use lazy::LazyInputs;
 use moments::Moments;
@@ -118,6 +123,31 @@ impl ModelSignature {
     }
 }
 
+/// The ranks of a group that update a model's parameters, of which each updates a part.
+#[derive(PartialEq, Eq)]
+pub struct SharedOut {
+    /// By name.
+    pub owners: HashMap<String, usize>,
+    /// The number of this rank.
+    pub rank: usize,
+}
+
+impl SharedOut {
+    /// The rank that updates each parameter.
+    fn owners(&self, signature: &ModelSignature) -> PyResult<Vec<usize>> {
+        let paths = signature.paths().into_iter();
+        let owners = paths.map(|path| {
+            let name = dotted(&path);
+            self.owners.get(&name).copied().ok_or_else(|| {
+                PyValueError::new_err(format!(
+                    "shard_optimizer: {name} was frozen at the first step: make a new Step"
+                ))
+            })
+        });
+        owners.collect()
+    }
+}
+
 /// The slots of a call, and what undoes its preparation.
 pub struct Prepared<'py> {
     /// The model's array slots.
@@ -182,6 +212,7 @@ pub struct Store {
     updated: bool,               // parameters, by an engine that is gone
     takes_state: bool,           // of an optimizer of the user's own, while its update is left out
     transforms: bool, // the gradients, by a function of the user's: the optimizer is called with what it returns
+    shared_out: Option<Rc<SharedOut>>,
 }
 
 impl Refers for Store {
@@ -242,6 +273,7 @@ impl Store {
             updated: false,
             takes_state: false,
             transforms: false,
+            shared_out: None,
         })
     }
 
@@ -359,6 +391,20 @@ impl Store {
     ) -> PyResult<()> {
         if (self.takes_state, self.transforms) != (takes_state, transforms) {
             (self.takes_state, self.transforms) = (takes_state, transforms);
+            self.expose(py)?;
+            self.forget()?;
+        }
+        Ok(())
+    }
+
+    /// Have the parameters updated by these ranks, or all by this one.
+    pub fn set_shared_out(
+        &mut self,
+        py: Python<'_>,
+        shared_out: Option<&Rc<SharedOut>>,
+    ) -> PyResult<()> {
+        if self.shared_out.as_ref() != shared_out {
+            self.shared_out = shared_out.cloned();
             self.expose(py)?;
             self.forget()?;
         }

@@ -122,6 +122,7 @@ pub struct Engine {
     pub(super) schedule: Schedule<Array>,
     pub(super) captures: Vec<Kept>, // the one used last last; before the arrays that they write
     pub(super) called: Option<Called>,
+    pub(super) exchanged: f64, // seconds since then, with other ranks
     pub(super) resident: Option<Resident>,
     pub(super) residents: usize, // so many there have been
     pub(super) clock: Arc<StageClock>,

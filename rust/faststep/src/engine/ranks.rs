@@ -5,8 +5,10 @@
 //! order of the layout. The ranks may trace, capture and evaluate differently: a round is outside of all that.
 use std::{
     fmt::Write,
+    fs,
     hash::{DefaultHasher, Hash, Hasher},
     rc::Rc,
+    thread,
     time::Instant,
 };
 
@@ -21,7 +23,7 @@ use crate::{
 };
 
 /// The numbers of a row.
-const ROW: usize = 8;
+const ROW: usize = 9;
 /// What ranks may meet for, by number: an update first.
 const KINDS: [&str; 6] = [
     "an update",
@@ -33,6 +35,8 @@ const KINDS: [&str; 6] = [
 ];
 /// Hashes and counts within a row are whole numbers below this, which float32 has exactly.
 const EXACT: u64 = 1 << 24;
+/// MLX's ring computes and polls in so many threads of a rank, where a message is large enough for both directions.
+const PROCESSORS: usize = 4;
 
 /// The numbers of one rank in a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -45,6 +49,7 @@ pub(super) struct Row {
     kind: f32, // of `KINDS`
     wish: f32,
     seconds: f32, // since its last one
+    crowd: f32,   // of `crowd`
 }
 
 impl Row {
@@ -58,6 +63,7 @@ impl Row {
             self.kind,
             self.wish,
             self.seconds,
+            self.crowd,
         ]
     }
 
@@ -72,6 +78,7 @@ impl Row {
             kind: at(5),
             wish: at(6),
             seconds: at(7),
+            crowd: at(8),
         }
     }
 }
@@ -93,6 +100,8 @@ pub struct Ranks {
     seconds: f64,
     left: Option<Instant>, // the end of the last row
     own: Vec<f64>,         // seconds before updates, of each rank
+    crowd: f32,
+    crowded: bool, // all ranks are on one machine with few processors
 }
 
 #[allow(clippy::cast_precision_loss)] // below `EXACT`
@@ -104,6 +113,14 @@ fn hash(text: &str) -> f32 {
     let mut hasher = DefaultHasher::new();
     text.hash(&mut hasher);
     exact(hasher.finish())
+}
+
+// a number of this machine where it has few processors for so many ranks; else 0
+fn crowd(ranks: usize) -> f32 {
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let machine = fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    let machine = machine.ok().filter(|_| processors < PROCESSORS * ranks);
+    machine.map_or(0.0, |id| hash(&id))
 }
 
 // what all ranks must have alike, for the same arithmetic and the same decisions
@@ -125,6 +142,7 @@ impl Ranks {
     /// The ranks of a group.
     #[must_use]
     pub fn new(group: Group) -> Self {
+        let crowd = crowd(group.size());
         Self {
             group,
             layout: None,
@@ -137,6 +155,8 @@ impl Ranks {
             seconds: 0.0,
             left: None,
             own: Vec::new(),
+            crowd,
+            crowded: false,
         }
     }
 
@@ -220,6 +240,7 @@ impl Ranks {
         Row {
             update: exact(update as u64),
             wish: f32::from(self.wish),
+            crowd: self.crowd,
             ..Row::default()
         }
     }
@@ -238,6 +259,8 @@ impl Ranks {
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // each was such a number
         let wishes = rows.iter().map(|row| row.wish as u8);
         self.wished = wishes.max().unwrap_or(0);
+        let crowd = rows[0].crowd.to_bits();
+        self.crowded = self.crowd > 0.0 && rows.iter().all(|row| row.crowd.to_bits() == crowd);
         Ok(rows)
     }
 
@@ -296,7 +319,7 @@ impl Ranks {
         &mut self,
         (bytes, update): (usize, usize),
         owner: &mut dyn Owner,
-        work: impl FnOnce(&Group) -> MlxResult<T>,
+        work: impl FnOnce(&Group, bool) -> MlxResult<T>,
     ) -> Result<T> {
         let started = Instant::now();
         self.bytes += bytes;
@@ -304,7 +327,7 @@ impl Ranks {
         let mut sums = Err(Exception::custom("nothing was summed"));
         owner.unlocked(&mut || {
             if let Some(work) = work.take() {
-                sums = work(&self.group);
+                sums = work(&self.group, self.crowded);
             }
         });
         self.end_exchange(started);

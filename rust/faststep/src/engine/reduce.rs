@@ -2,7 +2,7 @@
 use mlx_rs::{
     error::{Exception, Result as MlxResult},
     ops,
-    transforms::{async_eval, eval},
+    transforms::eval,
     Array,
 };
 
@@ -15,13 +15,64 @@ use crate::{
     error::{unread, Error, Result},
     layout::aux_state::CLOSED,
     mlx::{array, group::Group, join},
-    trace::Options,
+    trace::{Options, Part, Recipe, Rule},
 };
 
 /// Smaller arrays of one dtype are summed together until they have so many bytes: that of `nn.average_gradients`.
 const JOINED_BYTES: usize = 32 << 20;
+/// They are filled up to a multiple of so many elements for each rank: MLX's ring cuts a rank's part into two packets, and takes
+/// up to twice as long where that leaves an element for a third one.
+const ROUND: usize = 64;
+/// Of messages of so many bytes for each rank, the ring sends half in either direction: four threads poll.
+const ONE_WAY: usize = 512 << 10;
 
 impl Engine {
+    /// Take each rank's part of the parameters from it, behind an update that is shared out.
+    pub(super) fn gather(
+        &mut self,
+        (ranks, update): Round<'_>,
+        recipe: &Recipe,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let Part::Update(Rule::Native(rules)) = &recipe.part else {
+            return Ok(());
+        };
+        let Some(own) = rules.own(&self.layout) else {
+            return Ok(());
+        };
+        self.clock.enter(Stage::Collective);
+        let before = ranks.seconds();
+        let gathered = self.gathered((&mut *ranks, update), &own, owner);
+        self.exchanged += ranks.seconds() - before;
+        gathered
+    }
+
+    fn gathered(
+        &mut self,
+        (ranks, update): Round<'_>,
+        own: &[bool],
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let bytes = self.parameters.iter().map(Array::nbytes).sum();
+        if self.parameters_are_static() {
+            ranks.sum((bytes, update), owner, |group, crowded| {
+                self.gather_static(own, group, crowded)
+            })?;
+            return self.show_gathered(owner).map_err(Error::Device);
+        }
+        let mine = self.buffers().into_iter().zip(own);
+        let mine: Vec<Array> = mine
+            .map(|(buffer, own)| part(&buffer, *own))
+            .collect::<MlxResult<_>>()?;
+        evaluate(&mine, owner).map_err(|error| self.lost(error, owner))?;
+        let sums = ranks.sum((bytes, update), owner, |group, crowded| {
+            summed(group, crowded, mine)
+        })?;
+        owner.release();
+        self.fresh = sums;
+        Ok(self.show()?)
+    }
+
     /// Forget the window that is open, as after a round that has failed.
     pub fn drop_window(&mut self) {
         self.window = None;
@@ -37,7 +88,9 @@ impl Engine {
         options: &Options,
         owner: &mut dyn Owner,
     ) -> Result<bool> {
+        let before = ranks.seconds();
         let summed = self.exchange(ranks, update, options, owner);
+        self.exchanged += ranks.seconds() - before;
         if summed.is_err() {
             self.drop_window();
         }
@@ -86,7 +139,9 @@ impl Engine {
         }
         let bytes = places.iter().map(|&at| self.state[at].nbytes()).sum();
         if is_static {
-            ranks.sum((bytes, update), owner, |group| self.sum_static(group))?;
+            ranks.sum((bytes, update), owner, |group, crowded| {
+                self.sum_static(group, crowded)
+            })?;
             return Ok(true);
         }
         let mut arrays = Vec::with_capacity(places.len());
@@ -99,7 +154,9 @@ impl Engine {
                 none
             });
         }
-        let sums = ranks.sum((bytes, update), owner, |group| summed(group, arrays))?;
+        let sums = ranks.sum((bytes, update), owner, |group, crowded| {
+            summed(group, crowded, arrays)
+        })?;
         for (at, sum) in places.into_iter().zip(sums) {
             self.state[at] = sum;
         }
@@ -107,10 +164,18 @@ impl Engine {
     }
 }
 
-// Each list is handed over before the next one is made: the order is the same on all ranks. On CUDA each array is one, as those
-// are that `sum_static` sums.
-pub(super) fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
-    let (mut joined, mut lists, mut bytes) = (Vec::new(), Vec::<Vec<Array>>::new(), 0);
+// a buffer of parameters, for the sum over ranks: zeros where another rank updates it
+pub(super) fn part(buffer: &Array, own: bool) -> MlxResult<Array> {
+    if own {
+        return Ok(buffer.clone());
+    }
+    ops::zeros_dtype(buffer.shape(), buffer.dtype())
+}
+
+// One list after another: the order is the same on all ranks, and behind one that fails the next one would wait for ever. On CUDA
+// each array is one, as those are that `sum_static` sums.
+pub(super) fn summed(group: &Group, crowded: bool, arrays: Vec<Array>) -> MlxResult<Vec<Array>> {
+    let (mut lists, mut bytes) = (Vec::<Vec<Array>>::new(), 0);
     for array in arrays {
         let fits = bytes.max(array.nbytes()) < JOINED_BYTES && !join::is_cuda();
         let goes_on = lists
@@ -125,20 +190,14 @@ pub(super) fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>>
     let mut sums = Vec::new();
     for list in lists {
         let shapes: Vec<Vec<i32>> = list.iter().map(|array| array.shape().to_vec()).collect();
-        let flat = match <[Array; 1]>::try_from(list) {
+        let message = match <[Array; 1]>::try_from(list) {
             Ok([only]) => only,
-            Err(list) => {
-                let flat = list.iter().map(|array| array.reshape(&[-1]));
-                ops::concatenate(&flat.collect::<MlxResult<Vec<_>>>()?, 0)?
-            }
+            Err(list) => flat(&list, ROUND * group.size())?,
         };
-        let sum = group.sum(&flat)?;
-        drop(flat);
-        async_eval([&sum])?;
-        joined.push((sum, shapes));
-    }
-    eval(joined.iter().map(|(sum, _)| sum))?;
-    for (sum, shapes) in joined {
+        let short = crowded.then(|| group.size() * (ONE_WAY / message.item_size() - ROUND));
+        let sum = group.sum(&message, short)?;
+        drop(message);
+        eval([&sum])?;
         if let [_] = shapes[..] {
             sums.push(sum);
             continue;
@@ -151,4 +210,14 @@ pub(super) fn summed(group: &Group, arrays: Vec<Array>) -> MlxResult<Vec<Array>>
         }
     }
     Ok(sums)
+}
+
+// arrays of one dtype joined, and zeros behind them up to a multiple of so many elements
+fn flat(list: &[Array], round: usize) -> MlxResult<Array> {
+    let flat = list.iter().map(|array| array.reshape(&[-1]));
+    let mut parts = flat.collect::<MlxResult<Vec<_>>>()?;
+    let size: usize = list.iter().map(Array::size).sum();
+    let missing = i32::try_from(size.next_multiple_of(round) - size).unwrap_or(0);
+    parts.push(ops::zeros_dtype(&[missing], list[0].dtype())?);
+    ops::concatenate(&parts, 0)
 }

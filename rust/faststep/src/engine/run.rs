@@ -99,8 +99,9 @@ impl Engine {
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
         }
-        if let (Some(round), true, true) = (ranks, approved, update.is_some()) {
-            self.reduce(round, &options, owner)?;
+        let mut ranks = ranks.filter(|_| approved && update.is_some());
+        if let Some((ranks, number)) = &mut ranks {
+            self.reduce((&mut **ranks, *number), &options, owner)?;
         }
         let update = match update.zip(beside) {
             Some((trace, beside)) if approved => {
@@ -110,7 +111,7 @@ impl Engine {
                 } else {
                     beside.of_update(others, &batch.others)
                 };
-                match self.update(trace, call, owner) {
+                match self.update(trace, call, owner, ranks) {
                     Ok(update) => Some(update),
                     Err(error) => {
                         self.window = window;
@@ -172,9 +173,10 @@ impl Engine {
         ranks: Option<Round<'_>>,
     ) -> Result<Output> {
         self.begin(owner)?;
-        if let Some((ranks, number)) = ranks {
+        let mut ranks = ranks;
+        if let Some((ranks, number)) = &mut ranks {
             let options = &update.recipe.options;
-            let summed = self.reduce((&mut *ranks, number), options, owner)?;
+            let summed = self.reduce((&mut **ranks, *number), options, owner)?;
             ranks.flushed = summed && self.has_weight(owner)?;
             if !ranks.flushed {
                 self.drop_window(); // no rank has a batch
@@ -185,7 +187,7 @@ impl Engine {
             }
         }
         let call = call.of_update(update.recipe.others, &[]);
-        let outputs = self.update(update, call, owner)?;
+        let outputs = self.update(update, call, owner, ranks)?;
         self.averages |= update.recipe.options.ema_decay.is_some();
         self.schedule.end();
         Ok(Output {
@@ -218,9 +220,18 @@ impl Engine {
         self.complete(owner)
     }
 
-    fn update(&mut self, update: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
+    fn update(
+        &mut self,
+        update: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+        ranks: Option<Round<'_>>,
+    ) -> Result<Outputs> {
         let outputs = self.run(update, call, owner)?;
         self.window = None;
+        if let Some(round) = ranks {
+            self.gather(round, &update.recipe, owner)?;
+        }
         Ok(outputs)
     }
 

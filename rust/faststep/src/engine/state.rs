@@ -77,6 +77,7 @@ impl Engine {
             schedule: Schedule::new(false),
             captures: Vec::new(),
             called: None,
+            exchanged: 0.0,
             resident: None,
             residents: 0,
             clock: Arc::default(),

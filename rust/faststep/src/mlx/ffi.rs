@@ -193,7 +193,12 @@ extern "C" {
     pub(crate) fn faststep_group_free(group: *mut c_void);
     pub(crate) fn faststep_group_rank(group: *const c_void) -> c_int;
     pub(crate) fn faststep_group_size(group: *const c_void) -> c_int;
-    pub(crate) fn faststep_group_sum(group: *const c_void, array: Handle, sum: *mut New) -> c_int;
+    pub(crate) fn faststep_group_sum(
+        group: *const c_void,
+        array: Handle,
+        message: usize,
+        sum: *mut New,
+    ) -> c_int;
     pub(crate) fn faststep_group_sum_numbers(
         group: *const c_void,
         numbers: *mut f32,

@@ -53,15 +53,22 @@ impl Group {
         usize::try_from(unsafe { faststep_group_size(self.0) }).unwrap_or(1)
     }
 
-    /// The sum of an array over all ranks, lazily: every rank has to evaluate it, and all in the same order.
+    /// The sum of an array over all ranks, lazily: every rank has to evaluate it, and all in the same order. On a CPU it is
+    /// exchanged in messages of so many elements, if a number is given, the same on all ranks.
     ///
     /// # Errors
     /// When MLX refuses it.
-    pub fn sum(&self, array: &Array) -> Result<Array> {
+    pub fn sum(&self, array: &Array, message: Option<usize>) -> Result<Array> {
         let mut sum = ptr::null_mut();
         // SAFETY: made by `of`; an array, and a pointer that is written where there was no error.
         unsafe {
-            check(faststep_group_sum(self.0, handle(array), &raw mut sum))?;
+            let message = message.unwrap_or(0);
+            check(faststep_group_sum(
+                self.0,
+                handle(array),
+                message,
+                &raw mut sum,
+            ))?;
             Ok(owned(sum))
         }
     }

@@ -26,6 +26,7 @@ pub struct Rules {
     of: Vec<usize>,
     takes_numbers: bool, // the numbers of options are arrays
     stored: Stored,
+    ranks: Option<(Vec<usize>, usize)>, // by tensor, the rank that updates it; this rank
 }
 
 /// The outputs of an update.
@@ -77,7 +78,28 @@ impl Rules {
             of,
             takes_numbers: false,
             stored: Stored::default(),
+            ranks: None,
         }
+    }
+
+    /// Update the tensors of one rank alone, and keep no moments of the others. `owners`: for each tensor, the rank that updates it.
+    #[must_use]
+    pub fn shared_out(mut self, owners: Vec<usize>, rank: usize) -> Self {
+        self.ranks = Some((owners, rank));
+        self
+    }
+
+    fn is_own(&self, tensor: usize) -> bool {
+        let ranks = self.ranks.as_ref();
+        ranks.is_none_or(|(owners, rank)| owners.get(tensor) == Some(rank))
+    }
+
+    /// For each buffer, whether this rank updates it; none where it updates all.
+    pub(crate) fn own(&self, layout: &Layout) -> Option<Vec<bool>> {
+        self.ranks.as_ref()?;
+        let first = |buffer| layout.members(buffer).next();
+        let own = (0..layout.len()).map(|buffer| first(buffer).is_some_and(|it| self.is_own(it)));
+        Some(own.collect())
     }
 
     /// Set how moments and parameters of these tensors are stored.
@@ -131,10 +153,11 @@ impl Rules {
         rounds || self.block(tensor).is_some()
     }
 
-    fn moments_of(&self, rule: usize, tensor: &Tensor) -> Vec<Moment> {
+    fn moments_of(&self, index: usize, tensor: &Tensor) -> Vec<Moment> {
         match self.block(tensor) {
+            _ if !self.is_own(index) => Vec::new(),
             Some(block) => codes::moments(tensor.size(), block),
-            None => self.rules[rule].moments(&tensor.shape),
+            None => self.rules[self.of[index]].moments(&tensor.shape),
         }
     }
 
@@ -186,8 +209,8 @@ impl Rules {
 
     /// The state of each tensor.
     pub fn moments<'a>(&'a self, tensors: &'a [Tensor]) -> impl Iterator<Item = Vec<Moment>> + 'a {
-        let pairs = self.of.iter().zip(tensors);
-        pairs.map(|(&rule, tensor)| self.moments_of(rule, tensor))
+        let tensors = tensors.iter().enumerate();
+        tensors.map(|(index, tensor)| self.moments_of(index, tensor))
     }
 
     /// Return whether all tensors are updated element by element.
@@ -208,7 +231,8 @@ impl Rules {
             let double = doubles.iter().any(|&(a, b)| a == at || b == at);
             let stacked = !self.rules[rule].is_elementwise(&tensor.shape);
             let shape = stacked.then_some(&tensor.shape);
-            let group = (rule, self.block(tensor), shape, double.then_some(at));
+            let owner = self.ranks.as_ref().and_then(|(owners, _)| owners.get(at));
+            let group = (rule, self.block(tensor), shape, double.then_some(at), owner);
             let next = groups.len();
             *groups.entry(group).or_insert(next)
         });
@@ -222,6 +246,7 @@ impl Rules {
         let kind = |rule: &Optimizer| (std::mem::discriminant(rule), rule.has_rate());
         let same = self.of == new.of
             && self.stored == new.stored
+            && self.ranks == new.ranks
             && self.rules.iter().map(kind).eq(new.rules.iter().map(kind))
             && self.moments(tensors).eq(new.moments(tensors));
         same.then_some(new)
@@ -263,7 +288,7 @@ impl Rules {
             let start = end;
             if let Some(first) = layout.members(buffer).next() {
                 let tensor = &layout.tensors()[first];
-                end += self.moments_of(self.of[first], tensor).len();
+                end += self.moments_of(first, tensor).len();
             }
             start..end
         });
@@ -289,6 +314,10 @@ impl Rules {
                 return Err(short());
             };
             let first = layout.members(buffer).next().unwrap_or(0);
+            if !self.is_own(first) {
+                parameters.push(weight.clone());
+                continue;
+            }
             let (head, rule) = (&heads[self.of[first]], &self.rules[self.of[first]]);
             let shape = &layout.tensors()[first].shape;
             let stacked = layout.single(buffer).is_none() && !rule.is_elementwise(shape);

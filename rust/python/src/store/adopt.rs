@@ -4,7 +4,7 @@ use std::rc::Rc;
 use faststep::{
     engine::{
         precision::{wide, Stored},
-        Engine, Layout, Needs, Rule,
+        Engine, Layout, Needs, Rule, Rules,
     },
     Optimizer,
 };
@@ -13,6 +13,7 @@ use pyo3::{
     exceptions::{PyIndexError, PyValueError},
     intern,
     prelude::*,
+    types::PyDict,
 };
 
 use super::{class_name, first_state::depends_on_values, native::Native, ModelSignature, Store};
@@ -23,7 +24,7 @@ use crate::{
         errors::{mlx, to_python},
         gil::unlocked,
     },
-    optimizer::{children, leaves, native_rule},
+    optimizer::{children, leaves, native_rule, native_rules},
     tree::{rebuild::rebuild, slot::Slot, snapshot::Snapshot, walk::Scope, Tree},
 };
 
@@ -63,7 +64,7 @@ impl Store {
         let signature = self.signature()?;
         let trainable = self.trainable(model)?;
         if !depends_on_values(optimizer, &trainable)? {
-            init(optimizer, &trainable, before)?;
+            init(optimizer, &self.updated_here(&trainable)?, before)?;
         }
         let parameters = signature
             .parameters
@@ -89,11 +90,14 @@ impl Store {
             unlocked(py, || {
                 take(Rc::new(native.layout), parameters, native.state)
             })
-        } else if self.stored != Stored::default() {
+        } else if self.stored != Stored::default() || self.shared_out.is_some() {
+            let what = match self.shared_out {
+                Some(_) => "shard_optimizer",
+                None => "state_bits, stochastic_rounding",
+            };
             let why = self.why_called(optimizer, None)?;
             return Err(PyValueError::new_err(format!(
-                "state_bits, stochastic_rounding: expected an update that the step computes itself, got one that it calls, because \
-                 {why}: leave these options out",
+                "{what}: expected an update that the step computes itself, got one that it calls, because {why}: leave the options out",
             )));
         } else {
             self.rule = Some(Rule::Host);
@@ -151,15 +155,47 @@ impl Store {
         signature: &ModelSignature,
         trainable: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Native>> {
+        let (paths, tensors) = (signature.paths(), signature.tensors());
+        if !tensors.iter().all(|t| Optimizer::supports(t.dtype)) {
+            return Ok(None);
+        }
+        let rules = self.rules(optimizer, || Ok(trainable.clone()))?;
         let doubles = signature.doubles();
-        let given = (signature.paths(), signature.tensors());
-        Native::find(
-            optimizer,
-            given,
-            &doubles,
-            trainable,
-            (self.mixed, self.stored),
-        )
+        rules.map_or(Ok(None), |rules| {
+            Native::find(optimizer, rules, (paths, tensors), &doubles, self.mixed)
+        })
+    }
+
+    /// The rules of an optimizer for the trained parameters; `None` where it is called. `trainable`: makes their tree.
+    pub(super) fn rules<'py>(
+        &self,
+        optimizer: &Bound<'py, PyAny>,
+        trainable: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Rules>> {
+        let signature = self.signature()?;
+        let Some(rules) = native_rules(optimizer, &signature.paths(), trainable)? else {
+            return Ok(None);
+        };
+        let rules = rules.stored(self.stored, &signature.tensors());
+        let rules = rules.map_err(|error| to_python(&error))?;
+        Ok(Some(match &self.shared_out {
+            Some(shared) => rules.shared_out(shared.owners(&signature)?, shared.rank),
+            None => rules,
+        }))
+    }
+
+    // the tree of parameters with an empty dict in the place of each one that another rank updates
+    fn updated_here<'py>(&self, trainable: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let Some(shared) = &self.shared_out else {
+            return Ok(trainable.clone());
+        };
+        let mut owners = shared.owners(&*self.signature()?)?.into_iter();
+        rebuild(trainable, &mut |object| {
+            Ok(match owners.next() {
+                Some(owner) if owner != shared.rank => PyDict::new(object.py()).into_any(),
+                _ => object.clone(),
+            })
+        })
     }
 
     /// Return the reason why the optimizer's own code is called. `reason`: what is known of its update.

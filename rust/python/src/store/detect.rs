@@ -13,8 +13,8 @@ use super::{
     ModelSignature, Numbers, OptionTrees, Store,
 };
 use crate::{
-    mlx::{bridge, classes::has_own_methods, errors::to_python},
-    optimizer::{native_rules, traceable_rates},
+    mlx::{bridge, classes::has_own_methods},
+    optimizer::traceable_rates,
     tree::{rebuild::rebuild, slot::Slot, walk::Scope, Tree},
 };
 
@@ -189,11 +189,8 @@ impl Store {
         }
         self.sign_options(optimizer, Tree::record(optimizer, scope)?.0)?;
         if let Some(Rule::Native(old)) = &self.rule {
-            let paths = self.signature()?.paths();
-            let new = native_rules(optimizer, &paths, || self.trainable(model))?;
             let tensors = layout.tensors();
-            let new = new.map(|new| new.stored(self.stored, tensors)).transpose();
-            let new = new.map_err(|error| to_python(&error))?;
+            let new = self.rules(optimizer, || self.trainable(model))?;
             let new = new.and_then(|new| old.replaced(new, tensors));
             let Some(rules) = new else {
                 return Ok(None);

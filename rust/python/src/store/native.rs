@@ -1,22 +1,10 @@
 //! The initial rules, layout, dicts and arrays of a Python optimizer that the engine updates.
-use faststep::{
-    engine::{
-        precision::{wide, Stored},
-        Layout, Rules, StateLayout, Tensor,
-    },
-    Optimizer,
-};
+use faststep::engine::{precision::wide, Layout, Rules, StateLayout, Tensor};
 use mlx_rs::Array;
 use pyo3::prelude::*;
 
 use super::moments::Moments;
-use crate::{
-    mlx::{
-        bridge,
-        errors::{mlx, to_python},
-    },
-    optimizer::native_rules,
-};
+use crate::mlx::{bridge, errors::mlx};
 
 /// Rules, layout and state of an optimizer that is updated natively.
 pub struct Native {
@@ -33,24 +21,15 @@ pub struct Native {
 impl Native {
     /// Read an initialised optimizer; `None` where it cannot be updated natively.
     ///
-    /// `trainable` is the tree of what `paths` and `tensors` list; of `doubles`, which are pairs of one tensor, the second
-    /// one's update counts; `mixed`: float32 masters are updated.
+    /// `rules` are those of what `paths` and `tensors` list; of `doubles`, which are pairs of one tensor, the second one's
+    /// update counts; `mixed`: float32 masters are updated.
     pub fn find(
         optimizer: &Bound<'_, PyAny>,
+        rules: Rules,
         (paths, tensors): (Vec<Vec<String>>, Vec<Tensor>),
         doubles: &[(usize, usize)],
-        trainable: &Bound<'_, PyAny>,
-        (mixed, stored): (bool, Stored),
+        mixed: bool,
     ) -> PyResult<Option<Self>> {
-        if !tensors.iter().all(|t| Optimizer::supports(t.dtype)) {
-            return Ok(None);
-        }
-        let Some(rules) = native_rules(optimizer, &paths, || Ok(trainable.clone()))? else {
-            return Ok(None);
-        };
-        let rules = rules
-            .stored(stored, &tensors)
-            .map_err(|error| to_python(&error))?;
         if !doubles.is_empty() && rules.rules().len() > 1 {
             return Ok(None); // which update counts depends on how they are merged
         }

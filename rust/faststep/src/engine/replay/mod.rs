@@ -156,10 +156,11 @@ impl Engine {
         self.captures.push(Kept { token, captured });
     }
 
-    /// As a trace is called: time the call before, if that was the trace's too. Where the engine is left to choose, a capture
-    /// goes that is no faster than MLX.
+    /// As a trace is called: time the call before, without exchanges, if that was the trace's too. Where the engine is left to
+    /// choose, a capture goes that is no faster than MLX.
     pub(super) fn pace(&mut self, trace: &mut Trace) {
         let now = Instant::now();
+        let exchanged = std::mem::take(&mut self.exchanged);
         let kept = self.kept(trace);
         let launched = kept.is_some_and(|at| self.captures[at].captured.doubts == 0);
         let token = Rc::downgrade(&trace.capture.token);
@@ -173,7 +174,7 @@ impl Engine {
         else {
             return;
         };
-        let seconds = (now - before.at).as_secs_f64();
+        let seconds = (now - before.at).as_secs_f64() - exchanged;
         let options = trace.recipe.options;
         if !before.launched {
             return trace.capture.pace.evaluated(seconds, options.in_flight);

@@ -6,7 +6,7 @@ use mlx_rs::{error::Result as MlxResult, ops, transforms::async_eval, Array};
 use crate::{
     engine::{
         evaluate::{evaluate, synchronize},
-        reduce::summed,
+        reduce::{part, summed},
         Engine, Owner,
     },
     error::{Error, Result},
@@ -246,7 +246,7 @@ impl Engine {
     }
 
     /// Sum the window's static arrays over the ranks of a group. On CUDA what comes next waits for that, and not the caller.
-    pub(in crate::engine) fn sum_static(&self, group: &Group) -> MlxResult<()> {
+    pub(in crate::engine) fn sum_static(&self, group: &Group, crowded: bool) -> MlxResult<()> {
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
@@ -256,9 +256,51 @@ impl Engine {
         if let Some(exchange) = &resident.exchange {
             return exchange.sum(group, &arrays, &resident.gate);
         }
-        let sums = summed(group, arrays.clone())?;
+        let sums = summed(group, crowded, arrays.clone())?;
         let _closed = resident.gate.close();
         replay::copy(&sums.into_iter().zip(arrays).collect::<Vec<_>>())
+    }
+
+    /// Return whether the parameters are in static arrays, as a launch on a CPU has left them: then `gather_static` gathers them.
+    pub(in crate::engine) fn parameters_are_static(&self) -> bool {
+        let stands = |resident: &Resident| {
+            let values = self.value_refs().take(self.layout.len());
+            let mut pairs = values.zip(&resident.shown);
+            resident.shown.len() >= self.layout.len()
+                && pairs.all(|(value, shown)| array::id(value) == array::id(shown))
+        };
+        replay::is_on_cpu() && self.resident.as_ref().is_some_and(stands)
+    }
+
+    /// Sum the parameters' static arrays over the ranks of a group, of which each gives its own.
+    pub(in crate::engine) fn gather_static(
+        &self,
+        own: &[bool],
+        group: &Group,
+        crowded: bool,
+    ) -> MlxResult<()> {
+        let Some(resident) = &self.resident else {
+            return Err("there are no static arrays".into());
+        };
+        let arrays = || resident.arrays.iter().zip(own);
+        let parts = arrays().map(|(array, own)| part(array, *own));
+        let sums = summed(group, crowded, parts.collect::<MlxResult<_>>()?)?;
+        let _closed = resident.gate.close();
+        let places = arrays().map(|(array, _)| array.clone());
+        replay::copy(&sums.into_iter().zip(places).collect::<Vec<_>>())
+    }
+
+    /// Show the parameters anew, where somebody has read them since they were updated, before they were gathered.
+    pub(in crate::engine) fn show_gathered(&mut self, owner: &mut dyn Owner) -> MlxResult<()> {
+        let Some(mut resident) = self.resident.take() else {
+            return Ok(());
+        };
+        if (0..self.layout.len()).any(|buffer| resident.is_old(buffer)) {
+            owner.release();
+            self.show_resident(&mut resident, true, &[])?;
+        }
+        self.resident = Some(resident);
+        Ok(())
     }
 
     // everything that it holds, as its handles stand
