@@ -225,9 +225,13 @@ int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
 // On a CPU: operations of a trace that have kernels of our own are computed by these: the replacement of each of these arrays.
-// `convolve` may be null.
+// `convolve` and `sgemm` may be null.
 int faststep_own_kernels(
-    const void* const* arrays, size_t count, void (*convolve)(const faststep::Convolution*), void** rewritten);
+    const void* const* arrays,
+    size_t count,
+    void (*convolve)(const faststep::Convolution*),
+    faststep::Sgemm sgemm,
+    void** rewritten);
 // Compute a product of few rows; false, and nothing is done, where this processor has no instructions for it.
 bool faststep_few_rows(const faststep::FewRows* product) noexcept;
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.

@@ -236,6 +236,7 @@ extern "C" {
         arrays: Handles,
         count: usize,
         convolve: Option<extern "C" fn(*const Convolution)>,
+        sgemm: Sgemm,
         rewritten: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_few_rows(product: *const FewRows) -> bool;

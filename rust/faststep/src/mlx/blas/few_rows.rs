@@ -6,6 +6,8 @@
 //! # Guarantee
 //! The bits of OpenBLAS: a few products are compared when the first one is wanted. Where a bit differs, or the processor has no
 //! AVX-512, all products are OpenBLAS's.
+#![allow(clippy::many_single_char_names)] // those of BLAS
+
 use std::sync::OnceLock;
 
 use super::gemm::{Gemm, BY_ROWS, PLAIN, TRANSPOSED};
