@@ -110,6 +110,39 @@ def test_products_by_several_threads_have_the_bits_of_those_by_one(child: Child,
             np.testing.assert_array_equal(shared[name], expected, err_msg=name)
 
 
+# Each product of float32, and the difference from OpenBLAS's own in bits.
+FEW_ROWS = """
+import ctypes, os, numpy as np, scipy_openblas32 as openblas
+import mlx.core as mx, faststep
+mx.set_default_device(mx.cpu)
+sgemm = ctypes.CDLL(os.path.join(openblas.get_lib_dir(), openblas.get_library(fullname=True))).scipy_cblas_sgemm
+number, pointer = ctypes.c_float, lambda a: a.ctypes.data_as(ctypes.c_void_p)
+def product(a, b, c):  # a and b by rows or by columns
+    c = c.copy()
+    ways = [111 if x.flags.c_contiguous else 112 for x in (a, b)]
+    widths = [max(x.strides) // 4 for x in (a, b)]
+    (m, k), n = a.shape, b.shape[1]
+    sgemm(101, *ways, m, n, k, number(1), pointer(a), widths[0], pointer(b), widths[1], number(1), pointer(c), n)
+    return c
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+few = [(2, 1000, 600), (7, 333, 1100), (16, 1024, 256), (16, 256, 1024), (64, 47, 500), (128, 100, 3000)]
+for m, n, k in [*few, (129, 96, 96), (3, 31, 40000)]:
+    for a in normal(m, k), normal(k, m).T:
+        for b in normal(k, n), normal(n, k).T:
+            for c in np.zeros((m, n), np.float32), normal(m, n):
+                x, y = (mx.array(v) if v.flags.c_contiguous else mx.array(v.T).T for v in (a, b))
+                ours = mx.addmm(mx.array(c), x, y) if c.any() else x @ y
+                assert np.array(ours).tobytes() == product(a, b, c).tobytes(), (m, n, k, a.strides, b.strides, c.any())
+"""
+
+
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX-512, or all are OpenBLAS's")
+@pytest.mark.parametrize("threads", ["1", ""])
+def test_products_of_few_rows_have_the_bits_of_openblas(child: Child, threads: str) -> None:
+    child(FEW_ROWS, FASTSTEP_BLAS="1", OPENBLAS_CORETYPE="SKYLAKEX", OPENBLAS_NUM_THREADS=threads, OMP_NUM_THREADS="")
+
+
 @pytest.mark.parametrize("variable", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
 def test_threads_follow_the_environment(child: Child, variable: str) -> None:
     code = f"""

@@ -68,6 +68,17 @@ struct Convolution {
   bool operator==(const Convolution&) const = default;
 };
 
+// A product of float32, c = a b or c + a b, of matrices that lie row after row, each so many numbers apart, or a^T, or b^T.
+struct FewRows {
+  size_t m, n, k;
+  const float* a;
+  size_t lda, a_turned;
+  const float* b;
+  size_t ldb, b_turned;
+  float* c;
+  size_t ldc, adds;
+};
+
 // What a call of the compiler for a fused kernel comes to: a library, or nothing, where MLX is to say whether it has one; `ask`: one is
 // made meanwhile.
 enum class KernelCall : int { compile = 0, look = 1, ask = 2 };
@@ -215,9 +226,15 @@ int faststep_merge(const void* const* arrays, size_t count, void** merged);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
 // On a CPU: operations of a trace that have kernels of our own are computed by these: the replacement of each of these arrays.
-// `convolve` may be null.
+// `convolve` and `sgemm` may be null.
 int faststep_own_kernels(
-    const void* const* arrays, size_t count, void (*convolve)(const faststep::Convolution*), void** rewritten);
+    const void* const* arrays,
+    size_t count,
+    void (*convolve)(const faststep::Convolution*),
+    faststep::Sgemm sgemm,
+    void** rewritten);
+// Compute a product of few rows; false, and nothing is done, where this processor has no instructions for it.
+bool faststep_few_rows(const faststep::FewRows* product) noexcept;
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.
 int faststep_sum_slices(const void* const* arrays, size_t count, void** summed);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which

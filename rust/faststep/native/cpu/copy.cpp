@@ -85,6 +85,9 @@ T* copy(const T* from, const Part& part, size_t axis, T* to) {
     return to + static_cast<int64_t>(part.shape[axis]) * part.shape[axis + 1];
   }
   if (axis + 1 == part.shape.size()) {
+    if (stride == 1) {
+      return std::copy_n(from, part.shape[axis], to);
+    }
     for (int i = 0; i < part.shape[axis]; ++i) {
       *to++ = from[i * stride];
     }
@@ -108,7 +111,48 @@ void copy_all(const std::vector<Part>& parts, char* to) {
   }
 }
 
+// Where a row of a part begins, in elements.
+int64_t beginning(const Part& part, size_t axis, size_t row) {
+  int64_t at = 0;
+  while (axis-- > 0) {
+    auto length = static_cast<size_t>(part.shape[axis]);
+    at += static_cast<int64_t>(row % length) * part.strides[axis];
+    row /= length;
+  }
+  return at;
+}
+
+template <typename T>
+void copy_beside(const std::vector<Part>& parts, const RowsFrom& rows, char* to) {
+  for (const auto& part : parts) {
+    auto bytes = part.bytes / rows.count;
+    for (size_t row = 0; row < rows.count; ++row) {
+      auto* piece = to + row * rows.bytes;
+      if (part.contiguous) {
+        std::memcpy(piece, part.data + row * bytes, bytes);
+      } else {
+        const auto* from = reinterpret_cast<const T*>(part.data) + beginning(part, rows.axis, row);
+        copy(from, part, rows.axis, reinterpret_cast<T*>(piece));
+      }
+    }
+    to += bytes;
+  }
+}
+
 } // namespace
+
+void copy_beside(const std::vector<Part>& parts, const RowsFrom& rows, char* to, size_t itemsize) {
+  switch (itemsize) {
+    case 1:
+      return copy_beside<uint8_t>(parts, rows, to);
+    case 2:
+      return copy_beside<uint16_t>(parts, rows, to);
+    case 4:
+      return copy_beside<uint32_t>(parts, rows, to);
+    default:
+      return copy_beside<uint64_t>(parts, rows, to);
+  }
+}
 
 void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize) {
   switch (itemsize) {

@@ -25,4 +25,14 @@ std::vector<Part> parts_of(const std::vector<mx::array>& arrays);
 // Copy parts one after the other, each row after row.
 void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize);
 
+// Rows of an array that begin at an axis.
+struct RowsFrom {
+  size_t axis;
+  size_t count;
+  size_t bytes; // of each
+};
+
+// Copy parts beside each other, each of them to a piece of every row.
+void copy_beside(const std::vector<Part>& parts, const RowsFrom& rows, char* to, size_t itemsize);
+
 } // namespace faststep

@@ -10,41 +10,12 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "cpu/copy.hpp"
+#include "cpu/factor.hpp"
 #include "cpu/on_cpu.hpp"
 
 namespace faststep {
 
 namespace {
-
-constexpr int by_rows = 101, plain = 111, transposed = 112; // of CBLAS
-
-// A matrix as MLX gives it to BLAS: by rows, by columns, or copied.
-struct Factor {
-  explicit Factor(const mx::array& in) : part(part_of(in)) {
-    auto row = in.strides(0), column = in.strides(1);
-    if (row == 1 && column == in.shape(0) && row != in.shape(1)) {
-      order = transposed;
-      ld = in.shape(0);
-    } else {
-      ld = in.shape(1);
-      copied = row != in.shape(1) || column != 1;
-    }
-  }
-
-  const float* data(std::vector<char>& room) const {
-    if (!copied) {
-      return reinterpret_cast<const float*>(part.data);
-    }
-    room.resize(part.bytes);
-    faststep::copy_all({part}, room.data(), sizeof(float));
-    return reinterpret_cast<const float*>(room.data());
-  }
-
-  Part part;
-  int order = plain;
-  int ld;
-  bool copied = false;
-};
 
 class TurnedProduct : public OnCpu {
  public:

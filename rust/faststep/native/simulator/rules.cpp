@@ -178,7 +178,8 @@ Rule rule(std::string_view name) {
         {"Concatenate", concatenate}, {"Matmul", matmul},              {"AddMM", matmul},
         {"Convolution", convolution}, {"QuantizedMatmul", needs_rows}, {"Select", select},
         {"LayerNormVJP", norm_vjp},   {"RMSNormVJP", norm_vjp},        {"Dequantized", dequantized},
-        {"Pace", pace},               {"Wait", wait},                  {"TurnedProduct", turned_product}};
+        {"Pace", pace},               {"Wait", wait},                  {"TurnedProduct", turned_product},
+        {"AddedProduct", matmul}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }

@@ -20,7 +20,7 @@ use super::ffi::{
     faststep_own_kernels, faststep_sum_rows, faststep_sum_slices, faststep_watch_free,
     faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
-use super::{convolution, join, kernels};
+use super::{blas, convolution, join, kernels};
 
 /// The identity of an array's value: equal for handles of the same value, unique while one of them lives.
 #[must_use]
@@ -191,8 +191,9 @@ pub(crate) fn rows_summed(arrays: &[Array]) -> Result<Vec<Array>> {
 }
 
 unsafe extern "C" fn own_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int {
-    // SAFETY: as the caller says; the function is never unloaded.
-    unsafe { faststep_own_kernels(arrays, count, convolution::function(), rewritten) }
+    let (convolve, sgemm) = (convolution::function(), blas::of_mlx());
+    // SAFETY: as the caller says; the functions are never unloaded.
+    unsafe { faststep_own_kernels(arrays, count, convolve, sgemm, rewritten) }
 }
 
 /// What a rewrite of a lazy graph makes of each array.

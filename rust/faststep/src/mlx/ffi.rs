@@ -73,6 +73,23 @@ pub(crate) struct Convolution {
     pub out: *mut f32,
 }
 
+/// A product of float32, c = a b or c + a b, of matrices that lie row after row, each so many numbers apart, or a^T, or b^T.
+#[repr(C)]
+pub(crate) struct FewRows {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a: *const f32,
+    pub lda: usize,
+    pub a_turned: usize,
+    pub b: *const f32,
+    pub ldb: usize,
+    pub b_turned: usize,
+    pub c: *mut f32,
+    pub ldc: usize,
+    pub adds: usize,
+}
+
 /// An operation that has been timed.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -224,8 +241,10 @@ extern "C" {
         arrays: Handles,
         count: usize,
         convolve: Option<extern "C" fn(*const Convolution)>,
+        sgemm: Sgemm,
         rewritten: *mut New,
     ) -> c_int;
+    pub(crate) fn faststep_few_rows(product: *const FewRows) -> bool;
     pub(crate) fn faststep_sum_slices(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;

@@ -1,6 +1,6 @@
 // MLX has a compiler make a library of each fused kernel when it is first needed: a second of g++ before a kernel's first result. Here
 // a kernel that is in no library yet is computed block by block, with the same bits. One that is needed again and again is compiled
-// meanwhile, and takes over once it is there.
+// meanwhile, and takes over once it is there; but for one whose functions a compiler leaves to the C library, number by number.
 #include "cpu/blocks/blocks.hpp"
 
 #include <cstdint>
@@ -52,8 +52,12 @@ class InBlocks : public mx::Compiled {
         program_(std::move(program)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    bool fits = outputs[0].ndim() <= most_axes;
+    if (fits && program_->is_ahead_of_library()) {
+      return blocks::Program::dispatch(program_, inputs, outputs, stream());
+    }
     bool is_kept = tasks::recording() != nullptr; // as a task that is called again and again
-    if (is_kept || outputs[0].ndim() > most_axes) {
+    if (is_kept || !fits) {
       return Compiled::eval_cpu(inputs, outputs);
     }
     ++evaluations_;
@@ -123,7 +127,7 @@ class ByVectors : public OnCpu {
 
 bool has_vectors(const mx::array& array) {
   std::string_view name = array.primitive().name();
-  bool is_known = name == "Exp" || name == "Sigmoid" || name == "Erf";
+  bool is_known = name == "Exp" || name == "Sigmoid" || name == "Erf" || blocks::is_ahead_of_library(name, array.dtype());
   return is_known && array.dtype() == mx::float32 && array.ndim() > 0 && array.primitive().device() == mx::Device::cpu &&
       dynamic_cast<const OnCpu*>(&array.primitive()) == nullptr;
 }

@@ -228,6 +228,7 @@ class Program::Builder {
     auto out = is_single ? single(array.itemsize()) : add({Place::room, rooms_++, array.itemsize(), false});
     step(loop, out, in);
     known_[array.id()] = out;
+    it_->is_ahead_of_library_ |= !is_single && blocks::is_ahead_of_library(name, first.dtype());
     return true;
   }
 

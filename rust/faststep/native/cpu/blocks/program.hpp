@@ -20,6 +20,11 @@ class Program {
   // Of a kernel; none where an operation or a dtype of it has no loop.
   static std::shared_ptr<const Program> of(const mx::Compiled& kernel);
 
+  // Whether it takes less time than the kernel compiled: that would call the C library for each element.
+  bool is_ahead_of_library() const {
+    return is_ahead_of_library_;
+  }
+
   // Allocate a kernel's outputs as MLX does, and hand its work to the stream's thread.
   static void dispatch(
       std::shared_ptr<const Program> program,
@@ -54,6 +59,7 @@ class Program {
   std::vector<size_t> outputs_;
   std::vector<std::array<char, 8>> constants_; // and room for single elements
   size_t rooms_ = 0;
+  bool is_ahead_of_library_ = false;
 };
 
 } // namespace faststep::blocks

@@ -1,4 +1,4 @@
-//! OpenBLAS's matrix products by one thread each, large ones in chunks by several.
+//! OpenBLAS's matrix products by one thread each, large ones in chunks by several, those of few rows without it ([`few_rows`]).
 //!
 //! OpenBLAS's own threads wait for each other in loops that keep the processor: on a machine that is busy with anything
 //! else, a product by two of them takes many times as long as by one. Here a large product is cut into chunks, each a
@@ -29,8 +29,11 @@ use std::{
     thread,
 };
 
-use super::share::{Chunk, Helpers};
-use crate::mlx::rebind::Function;
+use super::{
+    few_rows,
+    share::{Chunk, Helpers},
+};
+use crate::mlx::{ffi::FewRows, rebind::Function};
 
 /// The unit of row cuts: 48, of which 4, 6, 8, 12, 16 and 24 are factors.
 const EDGE: usize = 48;
@@ -44,10 +47,10 @@ const LEAST_PRODUCT: usize = 28 * 512 * 512;
 /// The most threads that share a product.
 const MOST_THREADS: usize = 16;
 
-const BY_ROWS: c_int = 101;
+pub const BY_ROWS: c_int = 101;
 const BY_COLUMNS: c_int = 102;
-const PLAIN: c_int = 111;
-const TRANSPOSED: [c_int; 2] = [112, 113]; // and conjugated
+pub const PLAIN: c_int = 111;
+pub const TRANSPOSED: [c_int; 2] = [112, 113]; // and conjugated
 
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 static HELPERS: AtomicPtr<Helpers> = AtomicPtr::new(ptr::null_mut());
@@ -127,6 +130,7 @@ pub type Gemm<E, S> = extern "C" fn(
 /// A product as CBLAS has it.
 struct Product<E, S> {
     function: Gemm<E, S>,
+    own: fn(&Self) -> bool, // computes it; false where it is left to OpenBLAS
     order: c_int,
     transposed: [c_int; 2],
     shape: [c_int; 3],
@@ -154,6 +158,9 @@ unsafe impl<E, S> Sync for Product<E, S> {}
 
 impl<E: 'static, S: Copy + 'static> Product<E, S> {
     fn whole(&self) {
+        if (self.own)(self) {
+            return;
+        }
         let [m, n, k] = self.shape;
         let [ta, tb] = self.transposed;
         (self.function)(
@@ -173,9 +180,10 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
         if self.order != BY_ROWS {
             return None; // MLX has none such
         }
-        let [m, n, k] = self.shape.map(|size| usize::try_from(size).unwrap_or(0));
+        let [m, n, k] = self.shape.map(size_of_blas);
         let work = m * n * k * (size_of::<E>() / size_of::<f32>()).pow(2);
-        Cut::of(m, n, work, THREADS.load(Ordering::Relaxed))
+        let threads = THREADS.load(Ordering::Relaxed);
+        (threads > 1).then(|| Cut::of(m, n, work, threads))?
     }
 
     fn in_chunks(self, cut: Cut) {
@@ -190,8 +198,7 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
     fn chunk(&self, columns: bool, range: Range<usize>) {
         let [m, n, k] = self.shape;
         let [ta, tb] = self.transposed;
-        let [ld_a, ld_b, ld_c] =
-            [self.lda, self.ldb, self.ldc].map(|ld| usize::try_from(ld).unwrap_or(0));
+        let [ld_a, ld_b, ld_c] = [self.lda, self.ldb, self.ldc].map(size_of_blas);
         let size = c_int::try_from(range.len()).unwrap_or(0);
         let begin = range.start;
         let (m, n, a, b, c) = if columns {
@@ -203,11 +210,55 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
         };
         // SAFETY: a chunk begins within the matrices that the caller of the product has given.
         let (a, b, c) = unsafe { (self.a.add(a), self.b.add(b), self.c.add(c)) };
+        let shape = [m, n, k];
+        if (self.own)(&Self {
+            shape,
+            a,
+            b,
+            c,
+            ..*self
+        }) {
+            return;
+        }
         (self.function)(
             BY_COLUMNS, tb, ta, n, m, k, self.alpha, b, self.ldb, a, self.lda, self.beta, c,
             self.ldc,
         );
     }
+}
+
+#[allow(clippy::float_cmp)] // these numbers themselves
+fn of_few_rows(product: &Product<f32, f32>) -> bool {
+    let is_known = product.order == BY_ROWS
+        && product.alpha == 1.0
+        && (product.beta == 0.0 || product.beta == 1.0);
+    if !is_known {
+        return false;
+    }
+    let [m, n, k] = product.shape.map(size_of_blas);
+    let [a_turned, b_turned] = product
+        .transposed
+        .map(|way| usize::from(TRANSPOSED.contains(&way)));
+    let own = FewRows {
+        m,
+        n,
+        k,
+        a: product.a,
+        lda: size_of_blas(product.lda),
+        a_turned,
+        b: product.b,
+        ldb: size_of_blas(product.ldb),
+        b_turned,
+        c: product.c,
+        ldc: size_of_blas(product.ldc),
+        adds: usize::from(product.beta == 1.0),
+    };
+    // SAFETY: the matrices are those that the caller of the product has given.
+    unsafe { few_rows::multiply(&own, product.function) }
+}
+
+fn size_of_blas(size: c_int) -> usize {
+    usize::try_from(size).unwrap_or(0)
 }
 
 /// Do chunks of work, together with the helpers where there are some that have not to rest.
@@ -254,7 +305,7 @@ fn start(old: *mut Helpers) -> &'static Helpers {
 }
 
 macro_rules! product {
-    ($name:ident, $real:ident, $element:ty, $scalar:ty) => {
+    ($name:ident, $real:ident, $element:ty, $scalar:ty, $own:expr) => {
         static $real: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
 
         extern "C" fn $name(
@@ -281,6 +332,7 @@ macro_rules! product {
             };
             let product = Product {
                 function,
+                own: $own,
                 order,
                 transposed: [ta, tb],
                 shape: [m, n, k],
@@ -298,12 +350,11 @@ macro_rules! product {
     };
 }
 
-product!(sgemm, SGEMM, f32, f32);
-product!(dgemm, DGEMM, f64, f64);
-product!(cgemm, CGEMM, [f32; 2], *const [f32; 2]);
+product!(sgemm, SGEMM, f32, f32, of_few_rows);
+product!(dgemm, DGEMM, f64, f64, |_| false);
+product!(cgemm, CGEMM, [f32; 2], *const [f32; 2], |_| false);
 
-/// Return the replacement of OpenBLAS's function of that name: one that shares the work, where there is more than one
-/// thread, or the function itself.
+/// Return the replacement of OpenBLAS's function of that name, where it is a product, or the function itself.
 pub fn replace(name: &[u8], function: Function) -> Function {
     let (place, shared) = match name {
         b"cblas_sgemm" => (&SGEMM, sgemm as *mut c_void),
@@ -312,18 +363,12 @@ pub fn replace(name: &[u8], function: Function) -> Function {
         _ => return function,
     };
     place.store(function.as_ptr(), Ordering::Release);
-    let shared = Function::new(shared).filter(|_| THREADS.load(Ordering::Relaxed) > 1);
-    shared.unwrap_or(function)
+    Function::new(shared).unwrap_or(function)
 }
 
 /// `cblas_sgemm` as libmlx calls it, where libmlx is bound to OpenBLAS.
 pub fn of_mlx() -> Option<Gemm<f32, f32>> {
-    let Sgemm(function) = bound()?;
-    Some(if THREADS.load(Ordering::Relaxed) > 1 {
-        sgemm
-    } else {
-        function
-    })
+    bound().map(|_| sgemm as Gemm<f32, f32>)
 }
 
 /// OpenBLAS's product of float32 by one thread.

@@ -30,6 +30,12 @@
     target_env = "gnu",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
+mod few_rows;
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
 mod gemm;
 mod share;
 mod units;
