@@ -35,6 +35,12 @@ HEAD = """Third-party notices
 
 The extension module of mlx-faststep contains code of the packages below, each under the licence that follows its name.
 """
+# Of its sources, after which native/cpu/hyperbolic.hpp computes.
+FDLIBM = """Copyright (C) 1993 by Sun Microsystems, Inc. All rights reserved.
+
+Developed at SunPro, a Sun Microsystems, Inc. business.
+Permission to use, copy, modify, and distribute this software is freely granted, provided that this notice is preserved.
+"""
 RULE = "-" * 100
 Notices = dict[str, list[str]]  # text of a licence -> packages under it
 
@@ -129,6 +135,8 @@ def sources() -> list[tuple[str, str]]:
         (f"MLX {importlib.metadata.version('mlx')} (headers)", wheel_licence("mlx")),
         (f"nanobind {importlib.metadata.version('nanobind')}", wheel_licence("nanobind")),
         ("robin_map, of nanobind", re.sub(r"^ ?/?\*+ ?", "", header, flags=re.MULTILINE)),
+        ("fdlibm (tanhf, coshf, expm1f)", FDLIBM),
+        ("optimized-routines of Arm (expf)", mit("Copyright (c) 2017-2018, Arm Limited")),
         ("Rust standard library", mit("Copyright (c) The Rust Project Contributors")),
     ]
 
