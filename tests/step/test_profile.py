@@ -69,7 +69,7 @@ def test_measuring_changes_nothing(options: dict[str, Any]) -> None:
 
 
 def is_product(name: str) -> bool:
-    return name in ("Matmul", "TurnedProduct", "AddMM") or name.startswith(
+    return name in ("Matmul", "TurnedProduct", "AddMM", "AddedProduct") or name.startswith(
         "faststep_small_product"
     )  # the latter on CUDA
 

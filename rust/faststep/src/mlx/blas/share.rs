@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn what_was_lost_is_followed_by_a_rest_and_what_was_won_is_not() {
-        let helpers = helpers(0);
+        let helpers = helpers(1);
         let ms = Duration::from_millis;
         helpers.account(ms(10), ms(11), 2, 4);
         assert!(helpers.are_rested());

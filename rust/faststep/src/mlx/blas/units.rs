@@ -93,7 +93,8 @@ impl Units {
         }
         let begin = Instant::now();
         let order = self.order.borrow();
-        let rests = runs % AGAIN == 0 || self.rests.get().is_some_and(|until| begin < until);
+        let rests =
+            runs.is_multiple_of(AGAIN) || self.rests.get().is_some_and(|until| begin < until);
         let helpers = helpers.filter(|_| !order.is_empty() && !rests);
         let Some((helpers, threads)) = helpers else {
             let is_good = (0..self.waits.len()).all(unit);
