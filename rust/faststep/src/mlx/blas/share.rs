@@ -128,7 +128,11 @@ impl Helpers {
 
     /// Return whether work is shared by now, and there is somebody to share it with.
     pub fn are_rested(&self) -> bool {
-        self.idle.load(Ordering::Relaxed) > 0 && self.now() >= self.rests.load(Ordering::Relaxed)
+        self.idle.load(Ordering::Relaxed) > 0 && self.has_rested()
+    }
+
+    fn has_rested(&self) -> bool {
+        self.now() >= self.rests.load(Ordering::Relaxed)
     }
 
     /// Do all chunks; none is under way any more when this returns.
@@ -242,7 +246,13 @@ impl Helpers {
             }
             let is_new = || self.offers.load(Ordering::Relaxed) != seen;
             let begin = Instant::now();
-            while !is_new() && begin.elapsed() < POLL {
+            // a machine that has lately kept a thread from its work has others to do it for
+            let poll = if self.has_rested() {
+                POLL
+            } else {
+                Duration::ZERO
+            };
+            while !is_new() && begin.elapsed() < poll {
                 hint::spin_loop();
             }
             let mut queue = self.queue();

@@ -33,6 +33,8 @@ const LEAST: f64 = 5e-6;
 const WORTH: f64 = 0.95;
 /// One run of so many is by one thread: how long that takes may have changed.
 const AGAIN: usize = 256;
+/// A run behind a longer pause says nothing of several threads: they sleep, and all caches are cold.
+const PAUSE: Duration = Duration::from_millis(2);
 /// Factor of a loss by several threads: for so many times the lost time there is one.
 const REST: u32 = 50;
 
@@ -49,6 +51,7 @@ pub struct Units {
     runs: Cell<usize>,
     alone: Cell<Duration>, // of all, by one thread
     rests: Cell<Option<Instant>>,
+    last: Cell<Option<Instant>>, // the end of the last run
 }
 
 /// A run by several threads.
@@ -99,10 +102,18 @@ impl Units {
         let Some((helpers, threads)) = helpers else {
             let is_good = (0..self.waits.len()).all(unit);
             self.alone.set(begin.elapsed());
+            self.last.set(Some(Instant::now()));
             return is_good;
         };
         let is_good = Run::new(self, unit, &order).by_several(helpers, threads);
         let now = Instant::now();
+        let paused = self
+            .last
+            .replace(Some(now))
+            .is_none_or(|last| begin - last > PAUSE);
+        if paused {
+            return is_good;
+        }
         if let Some(lost) = (now - begin).checked_sub(self.alone.get().mul_f64(WORTH)) {
             self.rests.set(Some(now + lost * REST));
         }
