@@ -272,3 +272,26 @@ def test_kernels_are_kept_for_the_next_process(child: Child, tmp_path: Path) -> 
     assert list(own.glob("*.ptx"))  # those of MLX: it keeps no kernels of others
     files[0].write_bytes(files[0].read_bytes()[:-100])  # as a disk that was full leaves it
     assert child(KERNELS, **kept).stdout.split(maxsplit=1) == ["1", first[1]]
+
+
+THREADS = """
+import hashlib
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, numpy as np
+from mlx.utils import tree_flatten
+from faststep import Step
+
+mx.random.seed(0)
+model = nn.TransformerEncoder(2, 96, num_heads=4, norm_first=True)
+step = Step(model, optim.AdamW(1e-3), lambda model, x: mx.square(model(x, None)).mean(), max_grad_norm=1.0, replay=True)
+for number in range(30):
+    step(mx.random.normal((4, 32, 96), key=mx.random.key(number)))
+assert step.stats.traces[0].replay.startswith("captured"), step.stats.traces[0].replay
+arrays = [np.array(value).tobytes() for _, value in tree_flatten([model.parameters(), step.optimizer.state])]
+print(hashlib.sha256(b"".join(arrays)).hexdigest())
+"""
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a CPU's captured step")
+def test_several_threads_have_the_bits_of_one(child: Child) -> None:
+    ends = {threads: child(THREADS, OPENBLAS_NUM_THREADS=threads).stdout for threads in ("1", "2", "8")}
+    assert len(set(ends.values())) == 1, ends
