@@ -414,12 +414,15 @@ def broadcast() -> None:
 
 @case
 def sharded_modules() -> None:
-    """Are no replicas: the error says to leave the group out."""
-    model, optimizer = pair()
-    model.layers[0] = nn.fully_shard(model.layers[0], group=GROUP)
-    step = Step(model, optimizer, mean_loss, group=GROUP)
-    with refused("layers.0.module.weight differ from .* leave the group of these ranks out", None):
-        step(*batch(0, RANK))
+    """Are no replicas, which rank 0's values would overwrite: the error says to leave the group out."""
+    for sync in ("check", "broadcast"):
+        model, optimizer = pair()
+        model.layers[0] = nn.fully_shard(model.layers[0], group=GROUP)
+        before = mx.array(model.layers[0].module.weight)
+        step = Step(model, optimizer, mean_loss, group=GROUP, sync=sync)
+        with pytest.raises(ValueError, match=r"got modules of nn.fully_shard.* leave the group of these ranks out"):
+            step(*batch(0, RANK))
+        np.testing.assert_array_equal(model.layers[0].module.weight, before)
 
 
 @case

@@ -26,8 +26,8 @@ _MAKE_ALIKE = (
     'optimizer; sync="broadcast" takes those of rank 0'
 )
 _LEAVE_OUT = (
-    "Modules of nn.fully_shard have a part of them on each rank: leave the group of these ranks out of the step, "
-    "since MLX averages their gradients itself"
+    "group: expected replicas, got modules of nn.fully_shard, which have a part of the model on each rank: leave the "
+    "group of these ranks out of the step, since MLX averages their gradients itself"
 )
 _HAVE_DRIFTED = (
     "The replicas have drifted apart: something other than the step has changed them on these ranks. Start all ranks "
@@ -76,12 +76,14 @@ class Replicas:
 
         Raises:
             RankError: As `check` does; with `sync="broadcast"` not for values of model and optimizer.
+            ValueError: Modules of `nn.fully_shard`, which are no replicas.
         """
         self._check_parts(ranks)
+        if any(isinstance(module, nn.FullyShardedModule) for module in self._model.modules()):
+            raise ValueError(_LEAVE_OUT)
         if self._options.sync == "broadcast":
             self._broadcast(ranks)
-        shares = any(isinstance(module, nn.FullyShardedModule) for module in self._model.modules())
-        self._check_values(ranks, _LEAVE_OUT if shares else _MAKE_ALIKE)
+        self._check_values(ranks, _MAKE_ALIKE)
         others = {name: _described(array) for name, array in self._others().items()}
         for rank, theirs in enumerate(ranks.gather(others, "comparison")):
             differ = [name for name in others if theirs.get(name) not in (None, others[name])]
