@@ -455,7 +455,7 @@ int faststep_replay_launch(
     void** launched,
     size_t room,
     size_t* given);
-// Of the work that a host does, the number of units, and those that one of them waits for, all before it.
+// The number of units of a capture on a CPU (0 on CUDA); then the units that one of them depends on, all with lower numbers.
 size_t faststep_replay_units(const void* capture) noexcept;
 size_t faststep_replay_waits(const void* capture, size_t unit, const size_t** others) noexcept;
 // Run a unit, within a launch, on any thread; return whether it has not failed.

@@ -8,7 +8,8 @@
 
 namespace faststep {
 
-// The same (lazily), where a is c + a b of matrices of float32, or a concatenation, on a CPU. `sgemm` may be null.
+// A lazy array of the same value, computed by copies of rows: for x + a b of float32 matrices, and for concatenations, on a CPU; none
+// for other operations. Without `sgemm` products are left to MLX.
 std::optional<mlx::core::array> copied_by_rows(const mlx::core::array& a, Sgemm sgemm);
 
 } // namespace faststep

@@ -111,8 +111,8 @@ void copy_all(const std::vector<Part>& parts, char* to) {
   }
 }
 
-// Where a row of a part begins, in elements.
-int64_t beginning(const Part& part, size_t axis, size_t row) {
+// The offset of a row of a part, in elements.
+int64_t offset_of(const Part& part, size_t axis, size_t row) {
   int64_t at = 0;
   while (axis-- > 0) {
     auto length = static_cast<size_t>(part.shape[axis]);
@@ -131,7 +131,7 @@ void copy_beside(const std::vector<Part>& parts, const RowsFrom& rows, char* to)
       if (part.contiguous) {
         std::memcpy(piece, part.data + row * bytes, bytes);
       } else {
-        const auto* from = reinterpret_cast<const T*>(part.data) + beginning(part, rows.axis, row);
+        const auto* from = reinterpret_cast<const T*>(part.data) + offset_of(part, rows.axis, row);
         copy(from, part, rows.axis, reinterpret_cast<T*>(piece));
       }
     }

@@ -6,7 +6,9 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "mlx/backend/cpu/simd/simd.h"
 
@@ -38,20 +40,28 @@ FASTSTEP_AVX2 inline __m256 exp_of(__m256 in) {
   return _mm256_blendv_ps(y, _mm256_setzero_ps(), _mm256_cmp_ps(in, _mm256_set1_ps(-88.0f), _CMP_LT_OQ));
 }
 
-// Whether it has the bits of MLX's.
-FASTSTEP_AVX2 inline bool is_exp_known() {
-  for (int from = 0; from < 90 * 64; from += exp_lanes) {
-    float in[exp_lanes], out[exp_lanes], wanted[exp_lanes];
-    for (int lane = 0; lane < exp_lanes; ++lane) {
-      in[lane] = static_cast<float>(from + lane) * -0.015625f + 1e-3f * static_cast<float>(lane);
-      wanted[lane] = mlx::core::simd::exp(mlx::core::simd::Simd<float, 1>(in[lane])).value;
-    }
-    _mm256_storeu_ps(out, exp_of(_mm256_loadu_ps(in)));
+// Compare a function, to the bit, with one that computes number by number; there are a multiple of eight numbers.
+template <__m256 (*of)(__m256)>
+FASTSTEP_AVX2 bool has_bits_of(float (*other)(float), const std::vector<float>& numbers) {
+  for (size_t from = 0; from < numbers.size(); from += exp_lanes) {
+    float out[exp_lanes], wanted[exp_lanes];
+    std::transform(&numbers[from], &numbers[from] + exp_lanes, wanted, other);
+    _mm256_storeu_ps(out, of(_mm256_loadu_ps(&numbers[from])));
     if (std::memcmp(out, wanted, sizeof(wanted)) != 0) {
       return false;
     }
   }
   return true;
+}
+
+// Compare e^x with MLX's.
+inline bool is_exp_known() {
+  std::vector<float> numbers;
+  for (int i = 0; i < 90 * 64; ++i) {
+    numbers.push_back(static_cast<float>(i) * -0.015625f + 1e-3f * static_cast<float>(i % exp_lanes));
+  }
+  auto of_mlx = [](float x) { return mlx::core::simd::exp(mlx::core::simd::Simd<float, 1>(x)).value; };
+  return has_bits_of<exp_of>(of_mlx, numbers);
 }
 
 } // namespace faststep

@@ -63,7 +63,7 @@ class Recorded {
   }
 
   CaptureInfo info{};
-  // Of the work that a host does, those that each waits for, all before it; a device has none.
+  // The dependencies of each unit on a CPU: units with lower numbers. Empty on CUDA.
   std::vector<std::vector<size_t>> units;
 };
 

@@ -11,7 +11,8 @@ namespace faststep {
 // makes, as it is. The same one each time.
 std::shared_ptr<mlx::core::Primitive> in_blocks(const std::shared_ptr<mlx::core::Primitive>& kernel);
 
-// The primitive of an array: so, if it is such a kernel, and by vectors, if it is e^x, or computed with it or like it, in an operation of its own.
+// The primitive of an array: in blocks, if it is such a kernel; eight elements at a time, if it is an operation outside of a kernel that
+// has such a loop (Exp, Sigmoid, Erf, Tanh, Cosh).
 std::shared_ptr<mlx::core::Primitive> by_blocks(const mlx::core::array& array);
 
 } // namespace faststep

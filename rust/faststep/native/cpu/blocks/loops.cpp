@@ -167,7 +167,7 @@ Loop by_exp(mx::Dtype dtype, unsigned single) {
 // Null for another C library than the one whose bits are known.
 template <__m256 (*of)(__m256), float (*library)(float)>
 Loop ahead_of_library() {
-  static const bool is_known = is_library_s<of>(library);
+  static const bool is_known = has_bits_of_library<of>(library);
   return is_known ? by_eight<of> : nullptr;
 }
 

@@ -17,7 +17,8 @@ using Loop = void (*)(char* out, const char* const* in, int n);
 // i of `single` says that operand i is one element for all. Null: there is none.
 Loop loop_of(std::string_view operation, mx::Dtype dtype, unsigned single);
 
-// Whether a compiled kernel would call the C library for each element where this loop computes several at a time.
+// Return whether the loop of an operation is faster than a compiled kernel: eight elements at a time, where that calls the C library for
+// each.
 bool is_ahead_of_library(std::string_view operation, mx::Dtype dtype);
 
 // The loop that converts elements; null: there is none.

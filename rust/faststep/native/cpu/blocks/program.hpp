@@ -20,7 +20,7 @@ class Program {
   // Of a kernel; none where an operation or a dtype of it has no loop.
   static std::shared_ptr<const Program> of(const mx::Compiled& kernel);
 
-  // Whether it takes less time than the kernel compiled: that would call the C library for each element.
+  // Return whether the program is faster than the compiled kernel, which calls the C library for each element (loops.hpp).
   bool is_ahead_of_library() const {
     return is_ahead_of_library_;
   }

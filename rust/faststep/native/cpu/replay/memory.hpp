@@ -62,7 +62,7 @@ class Allocations {
 
   // Those of the evaluation of that number come.
   void next(size_t evaluation);
-  // The number of the buffer that MLX calls so; `never`: it is none of these.
+  // The number of the buffer with that pointer; `never`: it is none of these.
   size_t find(const void* memory) const;
   // Of those that its evaluation has made.
   size_t order(size_t number) const;
@@ -75,11 +75,11 @@ class Allocations {
   const std::vector<Buffer>& buffers() const {
     return buffers_;
   }
-  // What MLX calls a buffer's memory.
+  // The pointer of a buffer in MLX, `allocator::Buffer::ptr`.
   const void* memory(size_t number) const {
     return buffers_[number].data - sizeof(size_t);
   }
-  // Whether it is a static array's.
+  // Return whether a buffer lies in the memory of a static array.
   bool is_home(size_t number) const {
     return !learns_ && places_[number].home != nullptr;
   }

@@ -10,7 +10,7 @@
 
 use std::sync::OnceLock;
 
-use super::gemm::{Gemm, BY_ROWS, PLAIN, TRANSPOSED};
+use super::cblas::{Gemm, BY_ROWS, PLAIN, TRANSPOSED};
 use crate::mlx::ffi::{faststep_few_rows, FewRows};
 
 /// The most rows: of 128, whose numbers are read again for each 32 columns, OpenBLAS makes better use of the caches.

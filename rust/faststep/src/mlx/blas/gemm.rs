@@ -30,6 +30,7 @@ use std::{
 };
 
 use super::{
+    cblas::{Gemm, BY_COLUMNS, BY_ROWS, PLAIN, TRANSPOSED},
     few_rows,
     share::{Chunk, Helpers},
 };
@@ -46,11 +47,6 @@ const LEAST_WORK: usize = 1 << 21;
 const LEAST_PRODUCT: usize = 28 * 512 * 512;
 /// The most threads that share a product.
 const MOST_THREADS: usize = 16;
-
-pub const BY_ROWS: c_int = 101;
-const BY_COLUMNS: c_int = 102;
-pub const PLAIN: c_int = 111;
-pub const TRANSPOSED: [c_int; 2] = [112, 113]; // and conjugated
 
 static THREADS: AtomicUsize = AtomicUsize::new(1);
 static HELPERS: AtomicPtr<Helpers> = AtomicPtr::new(ptr::null_mut());
@@ -108,24 +104,6 @@ impl Cut {
         edge(at)..edge(at + 1)
     }
 }
-
-/// `cblas_?gemm`.
-pub type Gemm<E, S> = extern "C" fn(
-    c_int,
-    c_int,
-    c_int,
-    c_int,
-    c_int,
-    c_int,
-    S,
-    *const E,
-    c_int,
-    *const E,
-    c_int,
-    S,
-    *mut E,
-    c_int,
-);
 
 /// A product as CBLAS has it.
 struct Product<E, S> {

@@ -30,6 +30,12 @@
     target_env = "gnu",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
+mod cblas;
+#[cfg(all(
+    target_os = "linux",
+    target_env = "gnu",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
 mod few_rows;
 #[cfg(all(
     target_os = "linux",
@@ -37,6 +43,7 @@ mod few_rows;
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
 mod gemm;
+#[cfg_attr(not(target_os = "linux"), allow(dead_code))] // there are no helpers
 mod share;
 mod units;
 
@@ -99,7 +106,10 @@ mod imp {
         path::Path,
     };
 
-    pub use super::gemm::{bound, of_mlx, share, team, Gemm, Sgemm};
+    pub use super::{
+        cblas::Gemm,
+        gemm::{bound, of_mlx, share, team, Sgemm},
+    };
 
     pub fn bind(path: &Path) -> Result<Vec<String>, BlasError> {
         let library = Library::open(path)?;

@@ -92,7 +92,11 @@ impl Units {
             return Run::new(self, unit, &order).by_several(helpers, threads);
         }
         if runs <= TIMED {
-            return self.run_timed(unit, runs == TIMED);
+            let is_good = self.run_timed(unit);
+            if is_good && runs == TIMED {
+                self.order_by_urgency();
+            }
+            return is_good;
         }
         let begin = Instant::now();
         let order = self.order.borrow();
@@ -120,7 +124,7 @@ impl Units {
         is_good
     }
 
-    fn run_timed(&self, unit: &Unit<'_>, is_last: bool) -> bool {
+    fn run_timed(&self, unit: &Unit<'_>) -> bool {
         let all = Instant::now();
         for (number, seconds) in self.seconds.borrow_mut().iter_mut().enumerate() {
             let begin = Instant::now();
@@ -130,9 +134,6 @@ impl Units {
             *seconds = seconds.min(begin.elapsed().as_secs_f64());
         }
         self.alone.set(all.elapsed());
-        if is_last {
-            self.order_by_urgency();
-        }
         true
     }
 
