@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from faststep import Step
+from faststep import Step, profile
 from mlx.utils import tree_flatten
 from support.cuda import NEEDS_CUDA
 from support.replays import STEPS
@@ -130,3 +130,14 @@ def test_a_captured_gradient_lies_where_the_logits_did() -> None:
     found = re.fullmatch(r"captured .* (\d+) bytes", str(trace.replay))
     assert found, trace.replay
     assert int(found[1]) < 1.5 * 4 * rows * classes
+
+
+def test_the_gradient_of_an_odd_head_is_one_product() -> None:
+    step = Step(Head(bias=False), optim.SGD(0.5), upcast)
+    x = mx.zeros((8, 270), dtype=mx.int32)
+    step(x)
+    with profile(step) as found:
+        pass
+    found.measure(x)
+    products = [each for each in found.operations if each.name in ("Matmul", "AddMM")]
+    assert len(products) == 6  # two layers: forward, gradients of inputs, gradients of weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from faststep import Step
 from faststep.checkpoints import CheckpointError, Checkpoints
 from mlx.utils import tree_flatten
+from support.cuda import IS_CUDA
 from support.helpers import SignedDescent
 
 ROWS, BLOCK = 32, 256
@@ -188,7 +190,10 @@ def test_options_do_what_they_do_without(options: dict[str, Any]) -> None:
         found = [float(step(*batch(number % 4)).loss) for number in range(updates * step.accumulate)]
         return bits_of(step.model.parameters()), found
 
-    assert_equal(losses(8, 1)[0], losses(None, 1)[0])  # of zeros, both make the same
+    first, expected = losses(8, 1)[0], losses(None, 1)[0]  # of zeros, both make the same
+    for name, array in first.items():
+        rounding = 2e-8 if IS_CUDA else 0  # another kernel there, whose products and sums are joined elsewhere
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=rounding, err_msg=name)
     (_, coded), (_, plain) = losses(8, 60), losses(None, 60)
     assert coded[-1] < 0.9 * coded[0]
     np.testing.assert_allclose(coded, plain, rtol=0.05, atol=0.01)
@@ -237,6 +242,8 @@ def test_numbers_that_are_none_are_not_forgotten() -> None:
 def test_state_is_about_a_quarter() -> None:
     def active(bits: Any) -> tuple[int, int]:
         mx.random.seed(0)
+        gc.collect()  # what earlier tests have left
+        mx.synchronize()
         before = mx.get_active_memory()
         model = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
         step = Step(model, optim.AdamW(1e-3), lambda model, x: model(x).sum(), state_bits=bits)

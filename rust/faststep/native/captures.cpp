@@ -160,11 +160,25 @@ void faststep_replay_exchange_free(void* exchange) noexcept {
 }
 
 int faststep_replay_exchange(
-    const void* exchange, const void* group, const void* const* arrays, size_t count, void* gate) {
+    const void* exchange, const void* group, const void* const* arrays, size_t count, int in_order, void* gate) {
   return faststep::guarded([&] {
-    auto done = exchange_at(exchange)->sum(faststep::group_at(group), faststep::list(arrays, count));
+    auto done = exchange_at(exchange)->sum(faststep::group_at(group), faststep::list(arrays, count), in_order != 0);
     gate_of(gate)->done.attach_event(done.event());
   });
+}
+
+int faststep_replay_gather(
+    const void* exchange, const void* group, const void* const* arrays, size_t count, const bool* own, void* gate) {
+  return faststep::guarded([&] {
+    auto done = exchange_at(exchange)->gather(faststep::group_at(group), faststep::list(arrays, count), own);
+    gate_of(gate)->done.attach_event(done.event());
+  });
+}
+
+size_t faststep_replay_order(const void* exchange, const size_t** order) noexcept {
+  const auto& known = exchange_at(exchange)->order();
+  *order = known.data();
+  return known.size();
 }
 
 int faststep_replay_gate_new(void** gate) {
@@ -307,10 +321,21 @@ int faststep_replay_is_own(const void* array) noexcept {
   return name.starts_with("Compiled") || std::any_of(std::begin(names), std::end(names), is);
 }
 
+int faststep_group_sum(const void* group, const void* array, size_t message, void** sum) {
+  return faststep::guarded([&] {
+    const auto& ranks = faststep::group_at(group);
+    auto stream = faststep::replay::communication_stream(ranks);
+    const auto& whole = at(array);
+    bool in_one = stream.device == mx::Device::gpu || message == 0 || message >= whole.size();
+    *sum = faststep::owned(
+        in_one ? mx::distributed::all_sum(whole, ranks, stream) : faststep::in_messages(ranks, whole, message, stream));
+  });
+}
+
 int faststep_group_sum_numbers(const void* group, float* numbers, size_t count) {
   return faststep::guarded([&] {
     const auto& ranks = faststep::group_at(group);
-    auto stream = faststep::communication_stream(ranks);
+    auto stream = faststep::replay::communication_stream(ranks);
     if (stream.device == mx::Device::gpu) {
       faststep::replay::sum_numbers(ranks, numbers, count);
       return;

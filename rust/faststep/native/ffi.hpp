@@ -413,8 +413,15 @@ int faststep_is_cpu() noexcept;
 int faststep_replay_exchange_new(size_t count, void** exchange);
 void faststep_replay_exchange_free(void* exchange) noexcept;
 // Sums them over a group, in their memory, each as soon as the last launch has made it; what the gate lets through waits for
-// that. Every rank has to sum as many arrays of the same sizes, in the same order.
-int faststep_replay_exchange(const void* exchange, const void* group, const void* const* arrays, size_t count, void* gate);
+// that. Every rank has to sum as many arrays of the same sizes, in the same order: as they are given, or as a graph makes them.
+int faststep_replay_exchange(
+    const void* exchange, const void* group, const void* const* arrays, size_t count, int in_order, void* gate);
+// The numbers of the arrays in that order; none before a graph has been recorded.
+size_t faststep_replay_order(const void* exchange, const size_t** order) noexcept;
+// Sums any arrays in the same way, once all that has been submitted is done: `own` are those of which this rank has the values; it
+// gives zeros for the others.
+int faststep_replay_gather(
+    const void* exchange, const void* group, const void* const* arrays, size_t count, const bool* own, void* gate);
 // A capture of what `results` and `from` are computed from, over arrays that are there; `into` are `n_carried` of those, and
 // `fed` those that get other values before a launch; `inputs` are all whose values may be others then. `exchange`, or null: it is
 // told when a launch has made each of `summed`.

@@ -15,15 +15,6 @@
 
 namespace faststep {
 
-mx::Stream communication_stream(const mx::distributed::Group& group) {
-  auto own = group.raw_group()->communication_stream({});
-  if (own.device == mx::Device::cpu) {
-    return own;
-  }
-  thread_local const auto beside = mx::new_stream(mx::Device::gpu);
-  return beside;
-}
-
 namespace {
 
 // The sum of an array that lies row after row, in messages of so many elements.
@@ -61,6 +52,11 @@ class PiecewiseAllReduce : public OnCpu {
 
 } // namespace
 
+mx::array in_messages(const mx::distributed::Group& group, const mx::array& whole, size_t message, mx::Stream stream) {
+  auto pieces = std::make_shared<PiecewiseAllReduce>(stream, group, message);
+  return mx::array(whole.shape(), whole.dtype(), std::move(pieces), {mx::contiguous(whole, false, stream)});
+}
+
 } // namespace faststep
 
 using faststep::group_at;
@@ -83,18 +79,4 @@ int faststep_group_rank(const void* group) noexcept {
 
 int faststep_group_size(const void* group) noexcept {
   return group_at(group).size();
-}
-
-int faststep_group_sum(const void* group, const void* array, size_t message, void** sum) {
-  return faststep::guarded([&] {
-    const auto& ranks = group_at(group);
-    auto stream = faststep::communication_stream(ranks);
-    const auto& whole = faststep::at(array);
-    if (stream.device == mx::Device::gpu || message == 0 || message >= whole.size()) {
-      *sum = faststep::owned(mx::distributed::all_sum(whole, ranks, stream));
-      return;
-    }
-    auto pieces = std::make_shared<faststep::PiecewiseAllReduce>(stream, ranks, message);
-    *sum = faststep::owned(mx::array(whole.shape(), whole.dtype(), std::move(pieces), {mx::contiguous(whole, false, stream)}));
-  });
 }

@@ -1,4 +1,4 @@
-// Groups of processes, and the stream on which they exchange arrays.
+// Groups of processes that exchange arrays.
 #pragma once
 
 #include "mlx/distributed/distributed.h"
@@ -12,7 +12,7 @@ inline const mx::distributed::Group& group_at(const void* group) {
   return *static_cast<const mx::distributed::Group*>(group);
 }
 
-// On a GPU a stream of this thread's own, beside the one that computes.
-mx::Stream communication_stream(const mx::distributed::Group& group);
+// The sum of an array on a CPU, in messages of so many elements.
+mx::array in_messages(const mx::distributed::Group& group, const mx::array& whole, size_t message, mx::Stream stream);
 
 } // namespace faststep

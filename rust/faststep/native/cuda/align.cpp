@@ -4,6 +4,7 @@
 // which add nothing to a sum, and cut off behind the product. Logits stay padded up to the cross entropy, and its gradient
 // comes out padded. The cross entropy reads half precision itself, so a cast to float32 before it, and that of its gradient
 // back, take no memory. It computes in float32 either way.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -109,13 +110,12 @@ class Align : public faststep::Rewrite {
     auto second = pads_k ? pad(right, 0) : right;
     second = pads_n ? pad(second, 1) : second;
     if (a.inputs().size() == 2) {
-      auto whole = mx::matmul(first, second, stream_);
-      if (!pads_n) {
-        return whole;
+      if (pads_n && is_turned(a)) {
+        auto whole = mx::matmul(mx::transpose(second, stream_), mx::transpose(first, stream_), stream_);
+        return mx::transpose(mx::slice(whole, {0, 0}, {n, a.shape(0)}, stream_), stream_);
       }
-      auto made = cut_off(whole, n);
-      products_.emplace(made.id(), std::pair{first, second});
-      return made;
+      auto whole = mx::matmul(first, second, stream_);
+      return pads_n ? cut_off(whole, n) : whole;
     }
     const auto& added = a.inputs()[2];
     auto row = is_broadcast_row(added) ? added.inputs()[0] : added;
@@ -136,16 +136,18 @@ class Align : public faststep::Rewrite {
     return cut_off(mx::reshape(*whole, with_last(a.shape(), whole->shape(-1)), stream_), a.shape(-1));
   }
 
-  // (a b)^T of a padded b as b^T a^T: cut off behind its last row, it lies in one piece. So do gradients of linear layers.
+  // Whether somebody reads the transpose of a product: (a b)^T of a padded b is computed as b^T a^T, which lies in one piece when
+  // it is cut off behind its last row. So are gradients of linear layers; the product that others wait for is that one, too.
+  bool is_turned(const mx::array& product) const {
+    auto all = users(product).all;
+    return std::any_of(all.begin(), all.end(), [](const mx::array& user) { return faststep::transposed(user); });
+  }
+
+  // The transpose of a transpose.
   std::optional<mx::array> turned(const mx::array& a) {
-    const auto* product = faststep::transposed(a);
-    auto found = product ? products_.find(product->id()) : products_.end();
-    if (found == products_.end()) {
-      return std::nullopt;
-    }
-    const auto& [left, right] = found->second;
-    auto whole = mx::matmul(mx::transpose(right, stream_), mx::transpose(left, stream_), stream_);
-    return mx::slice(whole, {0, 0}, a.shape(), stream_);
+    const auto* once = faststep::transposed(a);
+    const auto* twice = once ? faststep::transposed(*once) : nullptr;
+    return twice ? std::optional(*twice) : std::nullopt;
   }
 
   // A padded array that comes after others.
@@ -251,7 +253,6 @@ class Align : public faststep::Rewrite {
   std::unordered_map<std::uintptr_t, mx::array> widened_; // from half precision to float32
   std::unordered_map<std::uintptr_t, faststep::Logits> losses_;
   std::unordered_map<std::uintptr_t, Gradient> gradients_;
-  std::unordered_map<std::uintptr_t, std::pair<mx::array, mx::array>> products_; // of which these are cut off
   std::map<std::pair<std::uintptr_t, int>, mx::array> pads_;
 };
 
@@ -260,6 +261,7 @@ class Align : public faststep::Rewrite {
 int faststep_align(const void* const* arrays, size_t count, void** aligned) {
   return faststep::guarded([&] {
     Align align;
+    align.look(faststep::list(arrays, count));
     align.run(arrays, count, aligned);
   });
 }

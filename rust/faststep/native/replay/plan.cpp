@@ -102,6 +102,8 @@ std::vector<std::vector<size_t>> orders(const std::vector<Life>& lives) {
 class Sharing {
  public:
   Sharing(const std::vector<Life>& lives, const Ancestors& ancestors) : lives_(lives), free_(lives.size() * lives.size()) {
+    auto add = [](size_t sum, const Life& life) { return sum + life.bytes; };
+    small_ = std::accumulate(lives.begin(), lives.end(), size_t{0}, add) / part;
     for (size_t i = 0; i < lives.size(); ++i) {
       for (size_t k = 0; k < lives.size(); ++k) {
         const auto &a = lives[i], &b = lives[k];
@@ -116,11 +118,14 @@ class Sharing {
       std::swap(i, k);
     }
     const auto &a = lives_[i], &b = lives_[k];
-    return a.end < b.begin && (free_[i * lives_.size() + k] || b.begin - a.end >= apart);
+    bool pays = apart == 1 || std::min(a.bytes, b.bytes) > small_;
+    return a.end < b.begin && (free_[i * lives_.size() + k] || (pays && b.begin - a.end >= apart));
   }
 
  private:
+  static constexpr size_t part = size_t{1} << 16;
   const std::vector<Life>& lives_;
+  size_t small_; // what is no larger takes little room of its own
   std::vector<bool> free_; // where the second waits for all users of the first anyway
 };
 
@@ -221,6 +226,16 @@ std::vector<std::vector<size_t>> direct(std::vector<std::vector<size_t>> before)
     all = std::move(needed);
   }
   return before;
+}
+
+std::vector<size_t> depths(const std::vector<std::vector<size_t>>& before) {
+  std::vector<size_t> all(before.size());
+  for (size_t i = 0; i < before.size(); ++i) {
+    for (auto b : before[i]) {
+      all[i] = std::max(all[i], all[b] + 1);
+    }
+  }
+  return all;
 }
 
 std::vector<size_t> Hazards::add(const std::vector<Address>& reads, const std::vector<Address>& writes) {

@@ -4,7 +4,7 @@
 // operations, in their order, and the buffers that they read and write. `plan` then gives each buffer its place in one block
 // of memory. Two buffers may share bytes where one is done with before the other is made: that costs nothing where the
 // operation that makes the second waits for all users of the first anyway; elsewhere it makes it wait, which keeps two
-// operations from running side by side. Of the buffers for which it costs something, only those share bytes that are far
+// operations from running side by side. Of the buffers for which it costs something, only large ones share bytes that are far
 // apart in the order: as far as the block stays within a given part of the least that any such plan takes.
 #pragma once
 
@@ -45,6 +45,9 @@ Plan plan(std::vector<Operation> operations, Sizes sizes, const std::vector<With
 // The same order with as few dependencies as say it: without those on an operation that another one waits for anyway. Each
 // operation waits for ones before it; none twice in what is returned.
 std::vector<std::vector<size_t>> direct(std::vector<std::vector<size_t>> before);
+
+// How many operations have to be done one after the other before each begins, at most.
+std::vector<size_t> depths(const std::vector<std::vector<size_t>>& before);
 
 // The operations that have to be done before another one: who wrote what it reads, and who reads or wrote what it writes.
 class Hazards {

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// The numbers of a row.
-const ROW: usize = 9;
+const ROW: usize = 10;
 /// What ranks may meet for, by number: an update first.
 const KINDS: [&str; 6] = [
     "an update",
@@ -48,8 +48,9 @@ pub(super) struct Row {
     pub options: f32,
     kind: f32, // of `KINDS`
     wish: f32,
-    seconds: f32, // since its last one
-    crowd: f32,   // of `crowd`
+    seconds: f32,   // since its last one
+    crowd: f32,     // of `crowd`
+    pub order: f32, // of the order in which a launch makes what is summed; 0: it has none
 }
 
 impl Row {
@@ -64,6 +65,7 @@ impl Row {
             self.wish,
             self.seconds,
             self.crowd,
+            self.order,
         ]
     }
 
@@ -79,7 +81,13 @@ impl Row {
             wish: at(6),
             seconds: at(7),
             crowd: at(8),
+            order: at(9),
         }
+    }
+
+    /// Whether a rank has the order of another one.
+    pub fn has_order_of(&self, other: &Self) -> bool {
+        self.order.to_bits() == other.order.to_bits()
     }
 }
 
@@ -121,6 +129,14 @@ fn crowd(ranks: usize) -> f32 {
     let machine = fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let machine = machine.ok().filter(|_| processors < PROCESSORS * ranks);
     machine.map_or(0.0, |id| hash(&id))
+}
+
+// a number of an order in which arrays are made
+pub(super) fn order_hash(order: &[usize]) -> f32 {
+    if order.is_empty() {
+        return 0.0;
+    }
+    hash(&format!("{order:?}"))
 }
 
 // what all ranks must have alike, for the same arithmetic and the same decisions

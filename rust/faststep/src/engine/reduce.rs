@@ -8,7 +8,7 @@ use mlx_rs::{
 
 use super::{
     evaluate::evaluate,
-    ranks::{options_hash, Ranks, Round},
+    ranks::{options_hash, order_hash, Ranks, Round},
     Engine, Owner, Stage,
 };
 use crate::{
@@ -127,7 +127,9 @@ impl Engine {
         let is_static = has_window && self.window_is_static();
         if has_window {
             row.has_window = 1.0;
-            if !is_static {
+            if is_static {
+                row.order = order_hash(&self.static_order());
+            } else {
                 let window = places.iter().map(|&at| &self.state[at]);
                 evaluate(window, owner).map_err(|error| self.lost(error, owner))?;
             }
@@ -138,9 +140,10 @@ impl Engine {
             return Ok(false);
         }
         let bytes = places.iter().map(|&at| self.state[at].nbytes()).sum();
+        let in_order = row.order > 0.0 && rows.iter().all(|each| each.has_order_of(&row));
         if is_static {
             ranks.sum((bytes, update), owner, |group, crowded| {
-                self.sum_static(group, crowded)
+                self.sum_static(group, crowded, in_order)
             })?;
             return Ok(true);
         }

@@ -437,6 +437,17 @@ extern "C" {
         group: *const c_void,
         arrays: Handles,
         count: usize,
+        in_order: c_int,
+        gate: *mut c_void,
+    ) -> c_int;
+    pub(crate) fn faststep_replay_order(exchange: *const c_void, order: *mut *const usize)
+        -> usize;
+    pub(crate) fn faststep_replay_gather(
+        exchange: *const c_void,
+        group: *const c_void,
+        arrays: Handles,
+        count: usize,
+        own: *const bool,
         gate: *mut c_void,
     ) -> c_int;
     pub(crate) fn faststep_replay_new(

@@ -24,13 +24,14 @@ use super::{
         check, faststep_is_cpu, faststep_replay_copy, faststep_replay_exchange,
         faststep_replay_exchange_free, faststep_replay_exchange_new, faststep_replay_free,
         faststep_replay_gate_close, faststep_replay_gate_free, faststep_replay_gate_new,
-        faststep_replay_gate_open, faststep_replay_is_over, faststep_replay_is_own,
-        faststep_replay_is_ready, faststep_replay_is_same, faststep_replay_is_valid,
-        faststep_replay_launch, faststep_replay_learning_passes, faststep_replay_new,
-        faststep_replay_preserve, faststep_replay_record, faststep_replay_run_unit,
-        faststep_replay_scalars_apart, faststep_replay_share_stream, faststep_replay_shown,
-        faststep_replay_source_free, faststep_replay_units, faststep_replay_untouched,
-        faststep_replay_value, faststep_replay_wait, faststep_replay_waits, handle, handles, owned,
+        faststep_replay_gate_open, faststep_replay_gather, faststep_replay_is_over,
+        faststep_replay_is_own, faststep_replay_is_ready, faststep_replay_is_same,
+        faststep_replay_is_valid, faststep_replay_launch, faststep_replay_learning_passes,
+        faststep_replay_new, faststep_replay_order, faststep_replay_preserve,
+        faststep_replay_record, faststep_replay_run_unit, faststep_replay_scalars_apart,
+        faststep_replay_share_stream, faststep_replay_shown, faststep_replay_source_free,
+        faststep_replay_units, faststep_replay_untouched, faststep_replay_value,
+        faststep_replay_wait, faststep_replay_waits, handle, handles, owned,
     },
     group::Group,
     join,
@@ -250,11 +251,11 @@ impl Exchange {
     }
 
     /// Sum the arrays of the last launch; what the gate lets through waits for that. Every rank has to do the same with arrays of
-    /// the same sizes.
+    /// the same sizes, `in_order` or not: as a graph makes them, of which each rank has the same order.
     ///
     /// # Errors
     /// Of the driver, and of the group's back end.
-    pub fn sum(&self, group: &Group, arrays: &[Array], gate: &Gate) -> Result<()> {
+    pub fn sum(&self, group: &Group, arrays: &[Array], in_order: bool, gate: &Gate) -> Result<()> {
         let arrays = handles(arrays);
         // SAFETY: an exchange of so many arrays, a group, live arrays and their number, a gate.
         check(unsafe {
@@ -263,6 +264,41 @@ impl Exchange {
                 group.as_ptr(),
                 arrays.as_ptr(),
                 arrays.len(),
+                c_int::from(in_order),
+                gate.0,
+            )
+        })
+    }
+
+    /// The numbers of the arrays in the order in which a graph makes them; none before one has been recorded.
+    pub fn order(&self) -> Vec<usize> {
+        let mut order = ptr::null();
+        // SAFETY: an exchange, and a pointer that is written; its numbers stay until a graph is recorded.
+        unsafe {
+            let count = faststep_replay_order(self.0, &raw mut order);
+            if count == 0 {
+                return Vec::new();
+            }
+            slice::from_raw_parts(order, count).to_vec()
+        }
+    }
+
+    /// Sum any arrays in the same way, once all that has been submitted is done: `own` are those of which this rank has the
+    /// values; it gives zeros for the others.
+    ///
+    /// # Errors
+    /// Of the driver, and of the group's back end.
+    pub fn gather(&self, group: &Group, arrays: &[Array], own: &[bool], gate: &Gate) -> Result<()> {
+        let arrays = handles(arrays);
+        let count = arrays.len().min(own.len());
+        // SAFETY: an exchange, a group, live arrays and as many flags, a gate.
+        check(unsafe {
+            faststep_replay_gather(
+                self.0,
+                group.as_ptr(),
+                arrays.as_ptr(),
+                count,
+                own.as_ptr(),
                 gate.0,
             )
         })

@@ -1,5 +1,6 @@
 // The dependencies between the recorded nodes: those of the plan and of MLX in place of the order in which they were made.
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <unordered_map>
 
@@ -79,7 +80,7 @@ void Recorder::connect() {
       }
     }
   }
-  announce(ends);
+  announce(ends, depths(waits));
   if (!from.empty()) {
     check(driver.cuGraphAddDependencies(graph, from.data(), to.data(), from.size()), "cuGraphAddDependencies");
   }
@@ -89,19 +90,28 @@ void Recorder::connect() {
   check(driver.cuGraphUpload(capture_.exec_, capture_.queue_), "cuGraphUpload");
 }
 
-// An exchange is told when what it sums is made.
-void Recorder::announce(const std::vector<Nodes>& ends) {
+// An exchange is told when what it sums is made, and in which order.
+void Recorder::announce(const std::vector<Nodes>& ends, const std::vector<size_t>& depths) {
   const auto& summed = capture_.graph_.summed;
+  std::vector<std::pair<size_t, size_t>> made; // how deep, and which
   for (size_t i = 0; i < summed.size(); ++i) {
     Nodes before;
+    auto& [depth, number] = made.emplace_back(0, i);
     for (auto user : hazards_.users(memory_of(*summed[i].data_shared_ptr()))) {
       before.insert(before.end(), ends[user].begin(), ends[user].end());
+      depth = std::max(depth, depths[user]);
     }
     CUgraphNode node = nullptr;
     auto event = capture_.graph_.exchange->made(i);
     check(
         driver().cuGraphAddEventRecordNode(&node, recording_.graph(), before.data(), before.size(), event),
         "cuGraphAddEventRecordNode");
+  }
+  if (capture_.graph_.exchange) {
+    std::sort(made.begin(), made.end());
+    std::vector<size_t> order;
+    std::transform(made.begin(), made.end(), std::back_inserter(order), [](const auto& each) { return each.second; });
+    capture_.graph_.exchange->set_order(std::move(order));
   }
 }
 

@@ -25,6 +25,7 @@ Driver load_driver() {
 #define FIND(name) find(all.name, #name)
   FIND(cuCtxGetCurrent);
   FIND(cuCtxSetCurrent);
+  FIND(cuCtxGetStreamPriorityRange);
   FIND(cuEventCreate);
   find(all.cuEventDestroy, "cuEventDestroy_v2");
   FIND(cuEventElapsedTime);
@@ -51,6 +52,9 @@ Driver load_driver() {
   FIND(cuMemFreeHost);
   FIND(cuMemHostAlloc);
   FIND(cuMemcpyAsync);
+  FIND(cuMemsetD8Async);
+  FIND(cuStreamCreateWithPriority);
+  find(all.cuStreamDestroy, "cuStreamDestroy_v2");
   FIND(cuStreamSynchronize);
   FIND(cuStreamWaitEvent);
 #undef FIND

@@ -37,7 +37,30 @@ struct Numbers {
   CUevent summed = nullptr;
 };
 
+// A stream that goes before others: MLX's share queues of the device with the branches of a graph, behind which they would wait.
+mx::Stream urgent_stream() {
+  constexpr unsigned non_blocking = 1; // CU_STREAM_NON_BLOCKING
+  auto stream = mx::new_stream(mx::Device::gpu);
+  auto& encoder = encoder_of(stream);
+  int least = 0, greatest = 0;
+  check(driver().cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  CUstream queue = nullptr;
+  check(driver().cuStreamCreateWithPriority(&queue, non_blocking, greatest), "cuStreamCreateWithPriority");
+  std::swap(encoder.stream().handle_, queue);
+  check(driver().cuStreamDestroy(queue), "cuStreamDestroy");
+  return stream;
+}
+
 } // namespace
+
+mx::Stream communication_stream(const mx::distributed::Group& group) {
+  auto own = group.raw_group()->communication_stream({});
+  if (own.device == mx::Device::cpu) {
+    return own;
+  }
+  thread_local const auto beside = urgent_stream();
+  return beside;
+}
 
 void sum_numbers(const mx::distributed::Group& group, float* numbers, size_t count) {
   thread_local std::optional<Numbers> known;
@@ -73,18 +96,44 @@ Exchange::~Exchange() {
   driver().cuEventDestroy(done_);
 }
 
-mx::array Exchange::sum(const mx::distributed::Group& group, std::vector<mx::array> arrays) const {
+mx::array Exchange::beside(
+    const mx::distributed::Group& group, std::function<void(CUstream, mx::Stream)> sums, bool waits) const {
   auto stream = mx::default_stream(mx::Device::gpu), beside = communication_stream(group);
   return submit(stream, [&](Encoder& encoder) {
     settle({}, encoder, stream);
     auto* queue = queue_of(beside);
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      check(driver().cuStreamWaitEvent(queue, made(i), 0), "cuStreamWaitEvent");
-      group.raw_group()->all_sum(arrays[i], arrays[i], beside);
+    if (waits) {
+      check(driver().cuEventRecord(done_, encoder.stream()), "cuEventRecord");
+      check(driver().cuStreamWaitEvent(queue, done_, 0), "cuStreamWaitEvent");
     }
+    sums(queue, beside);
     check(driver().cuEventRecord(done_, queue), "cuEventRecord");
     check(driver().cuStreamWaitEvent(encoder.stream(), done_, 0), "cuStreamWaitEvent");
   });
+}
+
+mx::array Exchange::sum(const mx::distributed::Group& group, std::vector<mx::array> arrays, bool in_order) const {
+  auto sums = [&](CUstream queue, mx::Stream beside) {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      auto number = in_order ? order_.at(i) : i;
+      check(driver().cuStreamWaitEvent(queue, made(number), 0), "cuStreamWaitEvent");
+      group.raw_group()->all_sum(arrays[number], arrays[number], beside);
+    }
+  };
+  return beside(group, sums, false);
+}
+
+mx::array Exchange::gather(const mx::distributed::Group& group, std::vector<mx::array> arrays, const bool* own) const {
+  auto sums = [&](CUstream queue, mx::Stream beside) {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      if (!own[i]) {
+        auto place = device_pointer(address_of(arrays[i]));
+        check(driver().cuMemsetD8Async(place, 0, arrays[i].nbytes(), queue), "cuMemsetD8Async");
+      }
+      group.raw_group()->all_sum(arrays[i], arrays[i], beside);
+    }
+  };
+  return beside(group, sums, true);
 }
 
 } // namespace faststep::replay

@@ -5,6 +5,8 @@
 // have the order in which they are given.
 #pragma once
 
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "cuda.h"
@@ -25,15 +27,31 @@ class Exchange {
   CUevent made(size_t number) const {
     return made_.at(number);
   }
+  // The order in which a graph makes them; unknown before one has been recorded.
+  const std::vector<size_t>& order() const {
+    return order_;
+  }
+  void set_order(std::vector<size_t> order) {
+    order_ = std::move(order);
+  }
   // Sum them as soon as the last launch has made them. What is submitted to the stream of launches afterwards waits for that,
   // as does who waits for the returned array, which has no value.
-  mx::array sum(const mx::distributed::Group& group, std::vector<mx::array> arrays) const;
+  mx::array sum(const mx::distributed::Group& group, std::vector<mx::array> arrays, bool in_order) const;
+  // Sum any arrays, once all that has been submitted is done: `own` are those that this rank gives; it has zeros for the others.
+  mx::array gather(const mx::distributed::Group& group, std::vector<mx::array> arrays, const bool* own) const;
 
  private:
+  // What `sums` submits to the stream beside, for which all that is submitted afterwards waits.
+  mx::array beside(const mx::distributed::Group& group, std::function<void(CUstream queue, mx::Stream beside)> sums, bool waits) const;
+
   std::vector<CUevent> made_;
+  std::vector<size_t> order_;
   CUevent done_ = nullptr;
   CUcontext context_ = nullptr;
 };
+
+// The stream on which a group exchanges; on a GPU one of this thread's own, beside the one that computes.
+mx::Stream communication_stream(const mx::distributed::Group& group);
 
 // Sum numbers over the ranks of a group, in their place, and wait for that alone. MLX's own sum of an array waits for all that
 // the device does before.

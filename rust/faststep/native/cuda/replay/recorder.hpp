@@ -88,7 +88,7 @@ class Recorder {
   void feed(Feed::Encoded (*encode)(const Capture&));
   void connect();
   using Nodes = std::vector<CUgraphNode>;
-  void announce(const std::vector<Nodes>& ends);
+  void announce(const std::vector<Nodes>& ends, const std::vector<size_t>& depths);
   std::vector<std::pair<CUgraphNode, CUgraphNode>> fill_early(CUgraphNode node, const Unit& unit, const std::vector<Nodes>& ends);
 
   Capture& capture_;

@@ -245,8 +245,20 @@ impl Engine {
         })
     }
 
-    /// Sum the window's static arrays over the ranks of a group. On CUDA what comes next waits for that, and not the caller.
-    pub(in crate::engine) fn sum_static(&self, group: &Group, crowded: bool) -> MlxResult<()> {
+    /// The order in which a launch on CUDA makes the window's static arrays, by their numbers among those that are summed.
+    pub(in crate::engine) fn static_order(&self) -> Vec<usize> {
+        let exchange = self.resident.as_ref().and_then(|it| it.exchange.as_ref());
+        exchange.map_or_else(Vec::new, |exchange| exchange.order())
+    }
+
+    /// Sum the window's static arrays over the ranks of a group. On CUDA what comes next waits for that, and not the caller, and
+    /// the order may be that in which they are made, the same on all ranks.
+    pub(in crate::engine) fn sum_static(
+        &self,
+        group: &Group,
+        crowded: bool,
+        in_order: bool,
+    ) -> MlxResult<()> {
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
@@ -254,14 +266,14 @@ impl Engine {
         let arrays = places.map(|index| resident.arrays[self.layout.len() + index].clone());
         let arrays: Vec<Array> = arrays.collect();
         if let Some(exchange) = &resident.exchange {
-            return exchange.sum(group, &arrays, &resident.gate);
+            return exchange.sum(group, &arrays, in_order, &resident.gate);
         }
         let sums = summed(group, crowded, arrays.clone())?;
         let _closed = resident.gate.close();
         replay::copy(&sums.into_iter().zip(arrays).collect::<Vec<_>>())
     }
 
-    /// Return whether the parameters are in static arrays, as a launch on a CPU has left them: then `gather_static` gathers them.
+    /// Return whether the parameters are in static arrays, as a launch has left them: then `gather_static` gathers them.
     pub(in crate::engine) fn parameters_are_static(&self) -> bool {
         let stands = |resident: &Resident| {
             let values = self.value_refs().take(self.layout.len());
@@ -269,10 +281,14 @@ impl Engine {
             resident.shown.len() >= self.layout.len()
                 && pairs.all(|(value, shown)| array::id(value) == array::id(shown))
         };
-        replay::is_on_cpu() && self.resident.as_ref().is_some_and(stands)
+        self.resident.as_ref().is_some_and(|resident| {
+            let sums = replay::is_on_cpu() || resident.exchange.is_some();
+            sums && stands(resident)
+        })
     }
 
-    /// Sum the parameters' static arrays over the ranks of a group, of which each gives its own.
+    /// Sum the parameters' static arrays over the ranks of a group, of which each gives its own. On CUDA what comes next waits for
+    /// that, and not the caller.
     pub(in crate::engine) fn gather_static(
         &self,
         own: &[bool],
@@ -282,6 +298,10 @@ impl Engine {
         let Some(resident) = &self.resident else {
             return Err("there are no static arrays".into());
         };
+        if let Some(exchange) = &resident.exchange {
+            resident.keep(&[])?; // another stream may read them
+            return exchange.gather(group, &resident.arrays, own, &resident.gate);
+        }
         let arrays = || resident.arrays.iter().zip(own);
         let parts = arrays().map(|(array, own)| part(array, *own));
         let sums = summed(group, crowded, parts.collect::<MlxResult<_>>()?)?;
