@@ -159,9 +159,7 @@ def _computing(facts: Facts) -> Iterator[Line]:
         yield (
             Line("compile", "ok", text)
             if kernel["right"]
-            else Line(
-                "compile", "failure", "a fused kernel gives wrong numbers", f"delete {_machine.kernel_folder()}"
-            )
+            else Line("compile", "failure", "a fused kernel gives wrong numbers", f"delete {_machine.kernel_folder()}")
         )
     step = facts.get("step", {})
     if "difference" in step:

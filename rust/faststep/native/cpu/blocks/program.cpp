@@ -36,9 +36,8 @@ struct Brought {
 
 namespace {
 
-constexpr size_t block = 1024; // elements
+constexpr size_t block = 512; // elements: a few of them lie in the first cache
 constexpr size_t most_bytes = 8; // of an element
-constexpr size_t room_bytes = block * most_bytes;
 constexpr size_t alignment = 64;
 constexpr size_t most_places = 96;
 constexpr size_t never = SIZE_MAX;
@@ -162,6 +161,9 @@ class Program::Builder {
       return nullptr;
     }
     share_rooms();
+    for (const auto& place : it_->places_) {
+      it_->room_bytes_ = std::max(it_->room_bytes_, block * place.itemsize);
+    }
     it_->readers_.assign(it_->inputs_.size(), 0);
     for (size_t i = 0; i < it_->steps_.size(); ++i) {
       for (auto in : it_->steps_[i].in) {
@@ -365,29 +367,30 @@ class Program::Task {
     const auto& it = *program_;
     char* now[most_places];
     std::array<char, 8> single[most_places];
-    auto* rooms = room_for(it.rooms_ + brought_.size() + late_.size());
+    auto* rooms = room_for((it.rooms_ + brought_.size() + late_.size()) * it.room_bytes_);
     for (size_t i = 0; i < at_.size(); ++i) {
       const auto& place = it.places_[i];
-      now[i] = place.kind == Place::room ? rooms + place.number * room_bytes : at_[i];
+      now[i] = place.kind == Place::room ? rooms + place.number * it.room_bytes_ : at_[i];
       if (place.kind == Place::constant) {
         single[i] = it.constants_[place.number];
         now[i] = single[i].data();
       }
     }
-    auto next = rooms + it.rooms_ * room_bytes;
+    auto next = rooms + it.rooms_ * it.room_bytes_;
     for (const auto& each : brought_) {
       now[each.place] = next;
-      next += room_bytes;
+      next += it.room_bytes_;
     }
     for (auto place : late_) {
       now[place] = next;
-      next += room_bytes;
+      next += it.room_bytes_;
     }
     for (const auto& step : it.once_) {
       run(step, now, 1);
     }
     for (size_t first = 0; first < count_; first += block) {
       auto n = std::min(block, count_ - first);
+      bring_near(now, n, std::min(block, count_ - first - n));
       for (const auto& each : brought_) {
         fetch(each, first, n, now[each.place]);
       }
@@ -418,13 +421,24 @@ class Program::Task {
     }
   }
 
+  // The next block comes into the cache while this one is computed: the loops are too short for the processor to see it coming.
+  void bring_near(char* const* now, size_t done, size_t next) const {
+    constexpr size_t line = 64;
+    for (auto place : moving_) {
+      auto itemsize = program_->places_[place].itemsize;
+      for (size_t at = 0; at < next * itemsize; at += line) {
+        __builtin_prefetch(now[place] + done * itemsize + at);
+      }
+    }
+  }
+
   static void run(const Step& step, char* const* now, int n) {
     const char* in[] = {now[step.in[0]], now[step.in[1]], now[step.in[2]]};
     step.loop(now[step.out], in, n);
   }
 
   // Memory of the thread, which has no more than it has needed at once.
-  static char* room_for(size_t rooms) {
+  static char* room_for(size_t bytes) {
     struct Free {
       void operator()(char* memory) const {
         ::operator delete(memory, std::align_val_t{alignment});
@@ -432,9 +446,9 @@ class Program::Task {
     };
     thread_local std::unique_ptr<char, Free> memory;
     thread_local size_t has = 0;
-    if (rooms > has || memory == nullptr) {
-      memory.reset(static_cast<char*>(::operator new(std::max<size_t>(rooms, 1) * room_bytes, std::align_val_t{alignment})));
-      has = rooms;
+    if (bytes > has) {
+      memory.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{alignment})));
+      has = bytes;
     }
     return memory.get();
   }

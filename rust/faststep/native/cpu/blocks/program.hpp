@@ -66,7 +66,7 @@ class Program {
   std::vector<std::optional<size_t>> inputs_; // their places; none of a number in the source
   std::vector<size_t> outputs_;
   std::vector<std::array<char, 8>> constants_; // and room for single elements
-  size_t rooms_ = 0;
+  size_t rooms_ = 0, room_bytes_ = 0;
   bool is_ahead_of_library_ = false;
 };
 

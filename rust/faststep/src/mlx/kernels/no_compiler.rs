@@ -17,8 +17,7 @@ use crate::mlx::{
 /// The command by which MLX asks once for a compiler (`JitCompiler::available` in `mlx/backend/cpu/jit_compiler.cpp`).
 const QUESTION: &CStr = c"g++ --version > /dev/null 2>&1";
 /// `Compiled::eval_cpu`, whose address lies in the table of that class's virtual functions.
-const EVAL_CPU: &CStr =
-    c"_ZN3mlx4core8Compiled8eval_cpuERKSt6vectorINS0_5arrayESaIS3_EERS5_";
+const EVAL_CPU: &CStr = c"_ZN3mlx4core8Compiled8eval_cpuERKSt6vectorINS0_5arrayESaIS3_EERS5_";
 
 static CAN: AtomicBool = AtomicBool::new(false);
 static BOUND: AtomicBool = AtomicBool::new(false);
@@ -65,8 +64,7 @@ fn bind() -> bool {
     // SAFETY: no conditions.
     let function = Function::new(unsafe { faststep_blocks_alone() });
     let imports = Imports::of_mlx();
-    let replaced =
-        imports.and_then(|it| it.replace(|name| function.filter(|_| name == EVAL_CPU)));
+    let replaced = imports.and_then(|it| it.replace(|name| function.filter(|_| name == EVAL_CPU)));
     let is_bound = replaced.is_ok_and(|names| !names.is_empty());
     BOUND.store(is_bound, Ordering::Relaxed);
     is_bound
