@@ -153,12 +153,13 @@ def _computing(facts: Facts) -> Iterator[Line]:
     kernel = facts.get("kernel", {})
     if "seconds" in kernel:
         text = f"a compiled kernel runs ({kernel['seconds']:.2f} s with the compilation)"
+        if (line := _machine.no_compiler(is_needed=kernel["needs_compiler"])) is not None:
+            yield line
+            text = f"a fused kernel runs ({kernel['seconds']:.2f} s)"
         yield (
             Line("compile", "ok", text)
             if kernel["right"]
-            else Line(
-                "compile", "failure", "a compiled kernel gives wrong numbers", f"delete {_machine.kernel_folder()}"
-            )
+            else Line("compile", "failure", "a fused kernel gives wrong numbers", f"delete {_machine.kernel_folder()}")
         )
     step = facts.get("step", {})
     if "difference" in step:

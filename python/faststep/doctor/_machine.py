@@ -41,7 +41,7 @@ def lines() -> Iterator[Line]:
     if LINUX:
         yield _back_end()
         yield from _cuda()
-        yield _compiler()
+        yield from _compiler()
         yield _kernels()
     yield from _memory()
     yield from _disk()
@@ -122,16 +122,26 @@ def driver() -> str | None:
     return None if count.value else "CUDA finds no GPU"
 
 
-def _compiler() -> Line:
+def _compiler() -> Iterator[Line]:
     path = shutil.which("g++")
     if path is None:
-        text = "there is no g++: MLX cannot compile kernels for the CPU, and steps run without compilation"
-        return Line("compiler", "warning", text, "apt-get install g++, dnf install gcc-c++ or pacman -S gcc")
+        return  # `no_compiler`, once it is known whether one is needed
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return Line("compiler", "warning", f"{path} does not run: {error}", "install it anew")
-    return Line("compiler", "ok", f"{path}: {said.partition(chr(10))[0]}")
+        yield Line("compiler", "warning", f"{path} does not run: {error}", "install it anew")
+    else:
+        yield Line("compiler", "ok", f"{path}: {said.partition(chr(10))[0]}")
+
+
+def no_compiler(*, is_needed: bool) -> Line | None:
+    """Return what there being no compiler means; None where there is one."""
+    if not LINUX or shutil.which("g++") is not None:
+        return None
+    if not is_needed:
+        return Line("compiler", "ok", "there is no g++, and none is needed: fused kernels are computed in blocks")
+    text = "there is no g++: MLX cannot compile kernels for the CPU, and steps run without compilation"
+    return Line("compiler", "warning", text, "apt-get install g++, dnf install gcc-c++ or pacman -S gcc")
 
 
 def kernel_folder() -> Path:

@@ -370,12 +370,18 @@ int faststep_dequantize(
     size_t count,
     size_t (*scratch)(const faststep::QuantizedProduct*),
     int (*run)(const faststep::QuantizedProduct*));
-// Have fused kernels computed in blocks until they are compiled. `is_made`: whether a library that has been asked for is there.
-void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept;
+// Have fused kernels computed in blocks until they are compiled; false on a processor without the loops for that. `is_made`: whether a
+// library that has been asked for is there.
+bool faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept;
 // Let those that compute these arrays, and what they are made of, be such.
 int faststep_blocks(const void* const* arrays, size_t count);
-// The number of kernels that the calling thread has had computed in blocks.
+// The number of kernels that the calling thread has had computed in blocks, and that are compiled later.
 size_t faststep_blocks_computed() noexcept;
+// There is no compiler: all fused kernels are computed in blocks, for good. Returns the function to take the place of
+// Compiled::eval_cpu.
+void* faststep_blocks_alone() noexcept;
+// Whether MLX fuses operations: not where it knows of no compiler, or has been told not to.
+bool faststep_fuses() noexcept;
 // What MLX calls the compiler for, on this thread; and the answer where it is refused, with the number of what has been asked for.
 faststep::KernelCall faststep_kernel_call() noexcept;
 void faststep_kernel_refused(uint64_t number) noexcept;

@@ -62,6 +62,12 @@ fn compiled_kernels() -> usize {
     kernels::compiled()
 }
 
+/// Return whether fused kernels on a CPU have to be compiled: otherwise they can be computed in blocks.
+#[pyfunction]
+fn kernels_need_compiler() -> bool {
+    kernels::need_compiler()
+}
+
 /// A number that array objects of the same value have in common, while one of them lives.
 #[pyfunction]
 fn array_id(array: &Bound<'_, PyAny>) -> PyResult<usize> {
@@ -91,6 +97,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bind_blas, module)?)?;
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(compiled_kernels, module)?)?;
+    module.add_function(wrap_pyfunction!(kernels_need_compiler, module)?)?;
     module.add_function(wrap_pyfunction!(step::label, module)?)?;
     module.add_function(wrap_pyfunction!(optimizer::optimizers_within, module)?)?;
     module.add_function(wrap_pyfunction!(store::registry::current_state, module)?)

@@ -23,13 +23,6 @@ namespace faststep {
 
 namespace {
 
-// Whether functions are compiled: a function that MLX does not compile comes back as it is.
-bool compiles() {
-  using Function = std::vector<mx::array> (*)(const std::vector<mx::array>&);
-  Function same = [](const std::vector<mx::array>& arrays) { return arrays; };
-  return mx::compile(same).target<Function>() == nullptr;
-}
-
 mx::Stream stream() {
   return mx::default_stream(mx::default_device());
 }
@@ -58,7 +51,7 @@ class Tape {
 
   // Whether the graph is that of these inputs, of which some are known to have the shapes and dtypes of its own.
   bool fits(const void* const* inputs, size_t count, size_t known, size_t known_end) const {
-    if (count != forms_.size() || !(stream() == stream_) || !compiles()) {
+    if (count != forms_.size() || !(stream() == stream_) || !faststep_fuses()) {
       return false;
     }
     bool traces = faststep_is_transforming() != 0; // whether any array may be a tracer
@@ -164,6 +157,13 @@ class Tape {
 };
 
 } // namespace faststep
+
+// A function that MLX does not compile comes back as it is.
+bool faststep_fuses() noexcept {
+  using Function = std::vector<mlx::core::array> (*)(const std::vector<mlx::core::array>&);
+  Function same = [](const std::vector<mlx::core::array>& arrays) { return arrays; };
+  return mlx::core::compile(same).target<Function>() == nullptr;
+}
 
 int faststep_tape_new(
     const void* const* inputs, size_t n_inputs, const void* const* outputs, size_t n_outputs, void** tape) {

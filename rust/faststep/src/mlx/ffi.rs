@@ -401,8 +401,10 @@ extern "C" {
         scratch: extern "C" fn(*const QuantizedProduct) -> usize,
         run: extern "C" fn(*const QuantizedProduct) -> c_int,
     ) -> c_int;
-    pub(crate) fn faststep_blocks_begin(is_made: extern "C" fn(u64) -> bool);
+    pub(crate) fn faststep_blocks_begin(is_made: extern "C" fn(u64) -> bool) -> bool;
     pub(crate) fn faststep_blocks(arrays: Handles, count: usize) -> c_int;
+    pub(crate) fn faststep_blocks_alone() -> *mut c_void;
+    pub(crate) fn faststep_fuses() -> bool;
     pub(crate) fn faststep_blocks_computed() -> usize;
     pub(crate) fn faststep_kernel_call() -> c_int;
     pub(crate) fn faststep_kernel_refused(number: u64);

@@ -1,7 +1,7 @@
 //! Other functions in place of those that libmlx imports, for libmlx alone.
 //!
-//! A shared library calls what it imports through a table of addresses, which the dynamic linker fills in. This finds
-//! that table in the libmlx that is loaded, and writes other addresses into it.
+//! A shared library calls what it imports through a table of addresses, which the dynamic linker fills in, as it does the tables
+//! of virtual functions. This finds those tables in the libmlx that is loaded, and writes other addresses into them.
 //!
 //! # Guarantee
 //! A replaced function is the new one for every later call that libmlx makes, whether or not it has called it before.
@@ -66,9 +66,9 @@ mod imp {
     const DT_RELASZ: i64 = 8;
     const DT_JMPREL: i64 = 23;
     #[cfg(target_arch = "x86_64")]
-    const IMPORTS: [u32; 2] = [6, 7]; // R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT
+    const IMPORTS: [u32; 3] = [1, 6, 7]; // R_X86_64_64, R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT
     #[cfg(target_arch = "aarch64")]
-    const IMPORTS: [u32; 2] = [1025, 1026]; // R_AARCH64_GLOB_DAT, R_AARCH64_JUMP_SLOT
+    const IMPORTS: [u32; 3] = [257, 1025, 1026]; // R_AARCH64_ABS64, R_AARCH64_GLOB_DAT, R_AARCH64_JUMP_SLOT
 
     #[repr(C)]
     struct Dyn {
@@ -201,6 +201,7 @@ mod imp {
                 .into_iter()
                 .flat_map(|(table, size)| relocations(entry(dynamic, table), entry(dynamic, size)))
                 .filter(|relocation| IMPORTS.contains(&((relocation.info & 0xffff_ffff) as u32)))
+                .filter(|relocation| relocation.addend == 0)
                 .map(|relocation| {
                     let symbol = usize::try_from(relocation.info >> 32).unwrap_or(0);
                     // SAFETY: a relocation's symbol lies in the image's symbol table and its name in the string table,

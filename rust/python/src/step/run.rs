@@ -3,7 +3,7 @@ use std::rc::Rc;
 
 use faststep::{
     engine::{Call, CallTraces, Engine, Output, Outputs, Role, Rule, Stage, Task},
-    Error,
+    kernels, Error,
 };
 use mlx_rs::Array;
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
@@ -153,7 +153,7 @@ impl Inner {
         warn(py, &message)
     }
 
-    // without g++ MLX silently compiles nothing for the CPU
+    // where MLX has found no g++ it silently compiles nothing for the CPU
     pub(super) fn check_compiler(&mut self, py: Python<'_>) -> PyResult<()> {
         if !self.options.compile || std::mem::replace(&mut self.checked, true) {
             return Ok(());
@@ -164,9 +164,14 @@ impl Inner {
             .getattr("type")?
             .eq(device.getattr("cpu")?)?;
         let compiler = py.import("shutil")?.call_method1("which", ("g++",))?;
-        if cfg!(target_os = "linux") && compiler.is_none() && on_cpu {
+        if cfg!(target_os = "linux") && compiler.is_none() && on_cpu && !kernels::are_fused() {
             self.has_compiler = false;
-            self.become_plain(py, "there is no C++ compiler (g++) on this machine".into())?;
+            let why = if kernels::need_compiler() {
+                "there is no C++ compiler (g++) on this machine"
+            } else {
+                "mx.compile has been used before faststep was imported, on a machine without a C++ compiler (g++): import faststep first"
+            };
+            self.become_plain(py, why.into())?;
         }
         Ok(())
     }

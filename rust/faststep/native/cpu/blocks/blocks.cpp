@@ -1,8 +1,10 @@
 // MLX has a compiler make a library of each fused kernel when it is first needed: a second of g++ before a kernel's first result. Here
 // a kernel that is in no library yet is computed block by block, with the same bits. One that is needed again and again is compiled
 // meanwhile, and takes over once it is there; but for one whose functions a compiler leaves to the C library, number by number.
+// Where there is no compiler all kernels are computed so, those of the user's own mx.compile too.
 #include "cpu/blocks/blocks.hpp"
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string_view>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "mlx/primitives.h"
+#include "cpu/blocks/operations.hpp"
 #include "cpu/blocks/program.hpp"
 #include "cpu/on_cpu.hpp"
 #include "cpu/replay/task.hpp"
@@ -26,9 +29,9 @@ namespace {
 
 // A function of `later.rs`: whether the library with this number is there. Null: all kernels are left to MLX.
 bool (*is_made)(uint64_t number) = nullptr;
+std::atomic<bool> is_alone = false; // no compiler makes kernels
 
 constexpr int patience = 16; // evaluations, from which on a compiler's second pays
-constexpr int most_axes = 16;
 
 // What MLX's call of the compiler comes to, on this thread.
 struct Call {
@@ -52,7 +55,7 @@ class InBlocks : public mx::Compiled {
         program_(std::move(program)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    bool fits = outputs[0].ndim() <= most_axes;
+    bool fits = outputs[0].ndim() <= blocks::Program::most_axes;
     if (fits && program_->is_ahead_of_library()) {
       return blocks::Program::dispatch(program_, inputs, outputs, stream());
     }
@@ -101,6 +104,16 @@ class InBlocks : public mx::Compiled {
   bool is_compiled_ = false;
 };
 
+// In place of Compiled::eval_cpu.
+void without_compiler(mx::Compiled* kernel, const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  auto program = outputs[0].ndim() <= blocks::Program::most_axes ? blocks::Program::known(*kernel) : nullptr;
+  if (program) {
+    blocks::Program::dispatch(std::move(program), inputs, outputs, kernel->stream());
+  } else {
+    blocks::compute_operations(*kernel, inputs, outputs);
+  }
+}
+
 // An operation that is in no kernel, with MLX's bits: its library calls a function for each element.
 class ByVectors : public OnCpu {
  public:
@@ -145,7 +158,7 @@ std::shared_ptr<mx::Primitive> by_blocks(const mx::array& array) {
 }
 
 std::shared_ptr<mx::Primitive> in_blocks(const std::shared_ptr<mx::Primitive>& kernel) {
-  bool is_one = is_made != nullptr && typeid(*kernel) == typeid(mx::Compiled) && kernel->device() == mx::Device::cpu;
+  bool is_one = is_made != nullptr && !is_alone && typeid(*kernel) == typeid(mx::Compiled) && kernel->device() == mx::Device::cpu;
   if (!is_one) {
     return kernel;
   }
@@ -168,10 +181,15 @@ std::shared_ptr<mx::Primitive> in_blocks(const std::shared_ptr<mx::Primitive>& k
 
 } // namespace faststep
 
-void faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept {
-  if (faststep::blocks::can_loop()) {
-    faststep::is_made = is_made;
-  }
+bool faststep_blocks_begin(bool (*is_made)(uint64_t number)) noexcept {
+  bool can = faststep::blocks::can_loop();
+  faststep::is_made = can ? is_made : nullptr;
+  return can;
+}
+
+void* faststep_blocks_alone() noexcept {
+  faststep::is_alone = true;
+  return reinterpret_cast<void*>(&faststep::without_compiler);
 }
 
 size_t faststep_blocks_computed() noexcept {

@@ -1,6 +1,6 @@
 // MLX's own functions of one element (mlx/backend/cpu/unary_ops.h, binary_ops.h), as its fused kernels call them, in loops for vectors
 // of 256 bits. Without the instructions that round a product and a sum once: a compiler would use them where MLX rounds twice.
-// MLX's e^x rounds once, and is taken from exp.hpp.
+// What a compiler leaves number by number, and is needed often, is in vectors.hpp.
 #include "cpu/blocks/loops.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -11,8 +11,7 @@
 
 #include "mlx/backend/cpu/binary_ops.h"
 #include "mlx/backend/cpu/unary_ops.h"
-#include "cpu/exp.hpp"
-#include "cpu/hyperbolic.hpp"
+#include "cpu/blocks/vectors.hpp"
 
 namespace faststep::blocks {
 
@@ -46,21 +45,6 @@ FASTSTEP_LOOP void binary(char* out, const char* const* in, int n) {
   }
 }
 
-template <typename T, bool first, bool second, bool third>
-FASTSTEP_LOOP void select(char* out, const char* const* in, int n) {
-  auto* condition = reinterpret_cast<const bool*>(in[0]);
-  auto* a = reinterpret_cast<const T*>(in[1]);
-  auto* b = reinterpret_cast<const T*>(in[2]);
-  auto* to = reinterpret_cast<T*>(out);
-  bool is = condition[0];
-  T one = a[0], other = b[0];
-#pragma GCC ivdep
-  for (int i = 0; i < n; ++i) {
-    T x = second ? one : a[i], y = third ? other : b[i];
-    to[i] = (first ? is : condition[i]) ? x : y;
-  }
-}
-
 template <typename From, typename To>
 FASTSTEP_LOOP void cast(char* out, const char* const* in, int n) {
   auto* a = reinterpret_cast<const From*>(in[0]);
@@ -91,57 +75,6 @@ FASTSTEP_LOOP void copy(char* out, const char* const* in, int n) {
   }
 }
 
-// --- e^x, what MLX computes with it, and what it leaves to the C library, eight at a time
-
-template <__m256 (*of)(__m256)>
-FASTSTEP_AVX2 void by_eight(char* out, const char* const* in, int n) {
-  auto* a = reinterpret_cast<const float*>(in[0]);
-  auto* to = reinterpret_cast<float*>(out);
-  int i = 0;
-  for (; i + exp_lanes <= n; i += exp_lanes) {
-    _mm256_storeu_ps(to + i, of(_mm256_loadu_ps(a + i)));
-  }
-  if (i < n) {
-    float rest[exp_lanes] = {};
-    auto bytes = static_cast<size_t>(n - i) * sizeof(float);
-    std::memcpy(rest, a + i, bytes);
-    _mm256_storeu_ps(rest, of(_mm256_loadu_ps(rest)));
-    std::memcpy(to + i, rest, bytes);
-  }
-}
-
-FASTSTEP_AVX2 inline __m256 exp_vector(__m256 x) {
-  return exp_of(x);
-}
-
-FASTSTEP_AVX2 inline __m256 tanh_vector(__m256 x) {
-  return tanh_of(x);
-}
-
-FASTSTEP_AVX2 inline __m256 cosh_vector(__m256 x) {
-  return cosh_of(x);
-}
-
-FASTSTEP_AVX2 inline __m256 sigmoid_vector(__m256 x) {
-  auto one = _mm256_set1_ps(1.0f);
-  auto y = _mm256_div_ps(one, _mm256_add_ps(one, exp_of(magnitude(x))));
-  auto above = _mm256_sub_ps(one, y);
-  return _mm256_blendv_ps(above, y, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ));
-}
-
-FASTSTEP_AVX2 inline __m256 erf_vector(__m256 x) {
-  auto one = _mm256_set1_ps(1.0f);
-  auto minus = _mm256_set1_ps(-0.0f);
-  auto t = _mm256_div_ps(one, _mm256_fmadd_ps(_mm256_set1_ps(0.3275911f), magnitude(x), one));
-  auto r = _mm256_fmadd_ps(_mm256_set1_ps(1.061405429f), t, _mm256_set1_ps(-1.453152027f));
-  r = _mm256_fmadd_ps(r, t, _mm256_set1_ps(1.421413741f));
-  r = _mm256_fmadd_ps(r, t, _mm256_set1_ps(-0.284496736f));
-  r = _mm256_fmadd_ps(r, t, _mm256_set1_ps(0.254829592f));
-  auto e = _mm256_xor_ps(minus, exp_of(_mm256_mul_ps(_mm256_xor_ps(minus, x), x)));
-  auto result = _mm256_fmadd_ps(_mm256_mul_ps(e, t), r, one);
-  return _mm256_blendv_ps(_mm256_xor_ps(minus, result), result, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ));
-}
-
 // --- by name
 
 // The loop for the one of these types that a dtype is.
@@ -154,13 +87,38 @@ Loop among(mx::Dtype dtype, Make make) {
 
 using Maker = Loop (*)(mx::Dtype dtype, unsigned single);
 
+// Whether a result in float16 is that in float32, rounded.
+template <typename Op, typename T>
+constexpr bool is_by_float = std::is_same_v<T, float16_t> &&
+    is_one_of<Op, ops::Add, ops::Subtract, ops::Multiply, ops::Divide, ops::Maximum, ops::Minimum, ops::Square, ops::Sqrt, ops::Abs,
+              ops::Negative, ops::Equal, ops::NotEqual, ops::Greater, ops::GreaterEqual, ops::Less, ops::LessEqual>;
+
+template <typename Op, typename T>
+constexpr Loop of_one() {
+  if constexpr (is_by_float<Op, T>) {
+    return by_float<unary<Op, float>, 1, 0, float16_t>;
+  } else {
+    return unary<Op, T>;
+  }
+}
+
+template <typename Op, typename T, typename Result, bool first, bool second>
+constexpr Loop of_two() {
+  if constexpr (is_by_float<Op, T>) {
+    using Wide = std::conditional_t<std::is_same_v<Result, bool>, bool, float>;
+    return by_float<binary<Op, float, Wide, first, second>, 2, first | second << 1, Result>;
+  } else {
+    return binary<Op, T, Result, first, second>;
+  }
+}
+
 template <typename Op>
 Loop of_floats(mx::Dtype dtype, unsigned) {
-  return among<float, float16_t, bfloat16_t>(dtype, []<typename T>() -> Loop { return unary<Op, T>; });
+  return among<float, float16_t, bfloat16_t>(dtype, []<typename T>() -> Loop { return of_one<Op, T>(); });
 }
 
 template <typename Op, __m256 (*of)(__m256)>
-Loop by_exp(mx::Dtype dtype, unsigned single) {
+Loop by_vectors(mx::Dtype dtype, unsigned single) {
   return dtype == mx::float32 ? by_eight<of> : of_floats<Op>(dtype, single);
 }
 
@@ -182,23 +140,27 @@ constexpr auto cosh_ahead = ahead_of_library<cosh_vector, std::cosh>;
 
 template <typename Op>
 Loop of_signed(mx::Dtype dtype, unsigned) {
-  return among<float, float16_t, bfloat16_t, int32_t>(dtype, []<typename T>() -> Loop { return unary<Op, T>; });
+  return among<float, float16_t, bfloat16_t, int32_t>(dtype, []<typename T>() -> Loop { return of_one<Op, T>(); });
 }
 
 template <typename Op>
-Loop of_bools(mx::Dtype dtype, unsigned) {
-  return among<bool>(dtype, []<typename T>() -> Loop { return unary<Op, T>; });
+Loop of_integers(mx::Dtype dtype, unsigned) {
+  return among<uint8_t, int32_t, uint32_t, int64_t, uint64_t>(dtype, []<typename T>() -> Loop { return unary<Op, T>; });
+}
+
+Loop negation(mx::Dtype dtype, unsigned) {
+  return dtype == mx::bool_ ? negate : nullptr;
 }
 
 template <typename Op, typename T, typename Result>
 Loop with_single(unsigned single) {
   switch (single & 3) {
     case 1:
-      return binary<Op, T, Result, true, false>;
+      return of_two<Op, T, Result, true, false>();
     case 2:
-      return binary<Op, T, Result, false, true>;
+      return of_two<Op, T, Result, false, true>();
     default:
-      return binary<Op, T, Result, false, false>;
+      return of_two<Op, T, Result, false, false>();
   }
 }
 
@@ -213,14 +175,20 @@ Loop of_two_numbers(mx::Dtype dtype, unsigned single) {
       dtype, [=]<typename T>() { return with_single<Op, T, T>(single); });
 }
 
+// A bool is a byte of 0 or 1.
+mx::Dtype as_bytes(mx::Dtype dtype) {
+  return dtype == mx::bool_ ? mx::uint8 : dtype;
+}
+
 template <typename Op>
 Loop of_two_integers(mx::Dtype dtype, unsigned single) {
-  return among<bool, int32_t, uint32_t, int64_t, uint64_t>(dtype, [=]<typename T>() { return with_single<Op, T, T>(single); });
+  return among<uint8_t, int32_t, uint32_t, int64_t, uint64_t>(
+      as_bytes(dtype), [=]<typename T>() { return with_single<Op, T, T>(single); });
 }
 
 template <typename Op>
 Loop of_two_bools(mx::Dtype dtype, unsigned single) {
-  return among<bool>(dtype, [=]<typename T>() { return with_single<Op, T, bool>(single); });
+  return dtype == mx::bool_ ? of_two_integers<Op>(dtype, single) : nullptr;
 }
 
 template <typename Op>
@@ -230,36 +198,48 @@ Loop comparison(mx::Dtype dtype, unsigned single) {
 }
 
 Loop selection(mx::Dtype dtype, unsigned single) {
-  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(dtype, [=]<typename T>() -> Loop {
-    constexpr Loop all[] = {
-        select<T, false, false, false>, select<T, true, false, false>, select<T, false, true, false>,
-        select<T, true, true, false>,   select<T, false, false, true>, select<T, true, false, true>,
-        select<T, false, true, true>,   select<T, true, true, true>};
-    return all[single & 7];
-  });
+  switch (mx::size_of(dtype)) {
+    case 1:
+      return select_of<uint8_t>(single);
+    case 2:
+      return select_of<uint16_t>(single);
+    case 4:
+      return select_of<uint32_t>(single);
+    case 8:
+      return select_of<uint64_t>(single);
+    default:
+      return nullptr;
+  }
 }
 
 const std::unordered_map<std::string_view, Maker>& makers() {
   static const auto& all = *new std::unordered_map<std::string_view, Maker>{
       {"Abs", of_signed<ops::Abs>},
+      {"ArcCos", of_floats<ops::ArcCos>},
+      {"ArcCosh", of_floats<ops::ArcCosh>},
+      {"ArcSin", of_floats<ops::ArcSin>},
+      {"ArcSinh", of_floats<ops::ArcSinh>},
       {"ArcTan", of_floats<ops::ArcTan>},
       {"ArcTan2", of_two_floats<ops::ArcTan2>},
+      {"ArcTanh", of_floats<ops::ArcTanh>},
       {"Add", of_two_numbers<ops::Add>},
       {"BitwiseAnd", of_two_integers<ops::BitwiseAnd>},
+      {"BitwiseInvert", of_integers<ops::BitwiseInvert>},
       {"BitwiseOr", of_two_integers<ops::BitwiseOr>},
       {"BitwiseXor", of_two_integers<ops::BitwiseXor>},
-      {"Ceil", of_floats<ops::Ceil>},
+      {"Ceil", by_vectors<ops::Ceil, ceil_vector>},
       {"Cos", of_floats<ops::Cos>},
       {"Cosh", by_library<ops::Cosh, cosh_ahead>},
       {"Divide", of_two_floats<ops::Divide>},
       {"Equal", comparison<ops::Equal>},
-      {"Erf", by_exp<ops::Erf, erf_vector>},
+      {"Erf", by_vectors<ops::Erf, erf_vector>},
       {"ErfInv", of_floats<ops::ErfInv>},
-      {"Exp", by_exp<ops::Exp, exp_vector>},
+      {"Exp", by_vectors<ops::Exp, exp_vector>},
       {"Expm1", of_floats<ops::Expm1>},
-      {"Floor", of_floats<ops::Floor>},
+      {"Floor", by_vectors<ops::Floor, floor_vector>},
       {"Greater", comparison<ops::Greater>},
       {"GreaterEqual", comparison<ops::GreaterEqual>},
+      {"LeftShift", of_two_integers<ops::LeftShift>},
       {"Less", comparison<ops::Less>},
       {"LessEqual", comparison<ops::LessEqual>},
       {"Log", of_floats<ops::Log>},
@@ -267,23 +247,25 @@ const std::unordered_map<std::string_view, Maker>& makers() {
       {"Log1p", of_floats<ops::Log1p>},
       {"Log2", of_floats<ops::Log2>},
       {"LogAddExp", of_two_floats<ops::LogAddExp>},
-      {"LogicalAnd", of_two_bools<ops::LogicalAnd>},
-      {"LogicalNot", of_bools<ops::LogicalNot>},
-      {"LogicalOr", of_two_bools<ops::LogicalOr>},
+      {"LogicalAnd", of_two_bools<ops::BitwiseAnd>},
+      {"LogicalNot", negation},
+      {"LogicalOr", of_two_bools<ops::BitwiseOr>},
       {"Maximum", of_two_numbers<ops::Maximum>},
       {"Minimum", of_two_numbers<ops::Minimum>},
       {"Multiply", of_two_numbers<ops::Multiply>},
       {"Negative", of_signed<ops::Negative>},
       {"NotEqual", comparison<ops::NotEqual>},
       {"Power", of_two_floats<ops::Power>},
+      {"Remainder", of_two_numbers<ops::Remainder>},
+      {"RightShift", of_two_integers<ops::RightShift>},
       {"Round", of_floats<ops::Round>},
-      {"Rsqrt", of_floats<ops::Rsqrt>},
+      {"Rsqrt", by_vectors<ops::Rsqrt, rsqrt_vector>},
       {"Select", selection},
-      {"Sigmoid", by_exp<ops::Sigmoid, sigmoid_vector>},
+      {"Sigmoid", by_vectors<ops::Sigmoid, sigmoid_vector>},
       {"Sign", of_signed<ops::Sign>},
       {"Sin", of_floats<ops::Sin>},
       {"Sinh", of_floats<ops::Sinh>},
-      {"Sqrt", of_floats<ops::Sqrt>},
+      {"Sqrt", by_vectors<ops::Sqrt, sqrt_vector>},
       {"Square", of_signed<ops::Square>},
       {"Subtract", of_two_numbers<ops::Subtract>},
       {"Tan", of_floats<ops::Tan>},
@@ -304,7 +286,13 @@ bool is_ahead_of_library(std::string_view operation, mx::Dtype dtype) {
 }
 
 Loop cast_of(mx::Dtype from, mx::Dtype to) {
-  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(from, [to]<typename From>() {
+  if (from == mx::float16 && to == mx::float32) {
+    return widen;
+  }
+  if (from == mx::float32 && to == mx::float16) {
+    return narrow;
+  }
+  return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t>(as_bytes(from), [to]<typename From>() {
     return among<float, float16_t, bfloat16_t, int32_t, uint32_t, int64_t, uint64_t, int8_t, uint8_t, bool>(
         to, []<typename To>() -> Loop { return cast<From, To>; });
   });
@@ -326,7 +314,7 @@ Loop copy_of(size_t itemsize, bool single) {
 }
 
 bool can_loop() {
-  static const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && is_exp_known();
+  static const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && is_exp_known();
   return can;
 }
 

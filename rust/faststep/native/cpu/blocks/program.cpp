@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <new>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -13,6 +15,16 @@
 #include "kernel.hpp"
 
 namespace faststep::blocks {
+
+mx::Strides strides_over(const mx::array& in, const mx::Shape& shape) {
+  mx::Strides strides(shape.size(), 0);
+  auto missing = shape.size() - in.ndim();
+  for (size_t i = 0; i < in.ndim(); ++i) {
+    bool repeats = in.shape(static_cast<int>(i)) == 1;
+    strides[missing + i] = repeats ? 0 : in.strides()[i];
+  }
+  return strides;
+}
 
 // An input whose elements do not lie as those of the output: it is brought into a room, block by block.
 struct Brought {
@@ -24,9 +36,8 @@ struct Brought {
 
 namespace {
 
-constexpr size_t block = 1024; // elements
+constexpr size_t block = 512; // elements: a few of them lie in the first cache
 constexpr size_t most_bytes = 8; // of an element
-constexpr size_t room_bytes = block * most_bytes;
 constexpr size_t alignment = 64;
 constexpr size_t most_places = 96;
 constexpr size_t never = SIZE_MAX;
@@ -72,7 +83,7 @@ void bring_run(T* to, const T* from, int64_t stride, size_t count) {
 template <typename T>
 void bring(const Brought& in, const mx::Shape& shape, size_t first, size_t count, T* to) {
   auto last = shape.size() - 1;
-  std::array<size_t, 16> at{};
+  std::array<size_t, Program::most_axes> at{};
   const auto* from = reinterpret_cast<const T*>(in.from);
   for (size_t i = last + 1, rest = first; i-- > 0;) {
     auto size = static_cast<size_t>(shape[i]);
@@ -93,17 +104,6 @@ void bring(const Brought& in, const mx::Shape& shape, size_t first, size_t count
       ++at[i - 1];
     }
   }
-}
-
-// The strides by which an input goes over the output's shape.
-mx::Strides over(const mx::array& in, const mx::Shape& shape) {
-  mx::Strides strides(shape.size(), 0);
-  auto missing = shape.size() - in.ndim();
-  for (size_t i = 0; i < in.ndim(); ++i) {
-    bool repeats = in.shape(static_cast<int>(i)) == 1;
-    strides[missing + i] = repeats ? 0 : in.strides()[i];
-  }
-  return strides;
 }
 
 // Whether all inputs lie in memory as one another, and the output can lie so too (compiled_check_contiguity in
@@ -161,6 +161,9 @@ class Program::Builder {
       return nullptr;
     }
     share_rooms();
+    for (const auto& place : it_->places_) {
+      it_->room_bytes_ = std::max(it_->room_bytes_, block * place.itemsize);
+    }
     it_->readers_.assign(it_->inputs_.size(), 0);
     for (size_t i = 0; i < it_->steps_.size(); ++i) {
       for (auto in : it_->steps_[i].in) {
@@ -316,6 +319,17 @@ std::shared_ptr<const Program> Program::of(const mx::Compiled& kernel) {
   return Builder(kernel).program();
 }
 
+std::shared_ptr<const Program> Program::known(const mx::Compiled& kernel) {
+  static std::mutex mutex;
+  static auto& all = *new std::unordered_map<std::string, std::shared_ptr<const Program>>(); // MLX keeps its libraries too
+  std::lock_guard lock(mutex);
+  auto [at, is_new] = all.try_emplace(kernel.lib_name());
+  if (is_new) {
+    at->second = of(kernel);
+  }
+  return at->second;
+}
+
 // One run of a program. It does not change as it is called.
 class Program::Task {
  public:
@@ -333,13 +347,14 @@ class Program::Task {
       at_[place] = const_cast<char*>(in.data<char>());
       bool as_output = in.flags().row_contiguous && in.size() == outputs[0].size();
       if (!alike && !it.places_[place].single && !as_output) {
-        brought_.push_back({place, in.itemsize(), at_[place], over(in, shape)});
+        brought_.push_back({place, in.itemsize(), at_[place], strides_over(in, shape)});
       }
     }
     allocate(inputs, outputs, alike);
     for (size_t i = 0; i < outputs.size(); ++i) {
       at_[it.outputs_[i]] = outputs[i].data<char>();
     }
+    find_late(inputs, outputs);
     count_ = outputs[0].data_size();
     if (!brought_.empty()) {
       shape_ = std::move(shape);
@@ -352,29 +367,30 @@ class Program::Task {
     const auto& it = *program_;
     char* now[most_places];
     std::array<char, 8> single[most_places];
-    auto* rooms = room_for(it.rooms_ + brought_.size() + late_.size());
+    auto* rooms = room_for((it.rooms_ + brought_.size() + late_.size()) * it.room_bytes_);
     for (size_t i = 0; i < at_.size(); ++i) {
       const auto& place = it.places_[i];
-      now[i] = place.kind == Place::room ? rooms + place.number * room_bytes : at_[i];
+      now[i] = place.kind == Place::room ? rooms + place.number * it.room_bytes_ : at_[i];
       if (place.kind == Place::constant) {
         single[i] = it.constants_[place.number];
         now[i] = single[i].data();
       }
     }
-    auto next = rooms + it.rooms_ * room_bytes;
+    auto next = rooms + it.rooms_ * it.room_bytes_;
     for (const auto& each : brought_) {
       now[each.place] = next;
-      next += room_bytes;
+      next += it.room_bytes_;
     }
     for (auto place : late_) {
       now[place] = next;
-      next += room_bytes;
+      next += it.room_bytes_;
     }
     for (const auto& step : it.once_) {
       run(step, now, 1);
     }
     for (size_t first = 0; first < count_; first += block) {
       auto n = std::min(block, count_ - first);
+      bring_near(now, n, std::min(block, count_ - first - n));
       for (const auto& each : brought_) {
         fetch(each, first, n, now[each.place]);
       }
@@ -405,13 +421,24 @@ class Program::Task {
     }
   }
 
+  // The next block comes into the cache while this one is computed: the loops are too short for the processor to see it coming.
+  void bring_near(char* const* now, size_t done, size_t next) const {
+    constexpr size_t line = 64;
+    for (auto place : moving_) {
+      auto itemsize = program_->places_[place].itemsize;
+      for (size_t at = 0; at < next * itemsize; at += line) {
+        __builtin_prefetch(now[place] + done * itemsize + at);
+      }
+    }
+  }
+
   static void run(const Step& step, char* const* now, int n) {
     const char* in[] = {now[step.in[0]], now[step.in[1]], now[step.in[2]]};
     step.loop(now[step.out], in, n);
   }
 
   // Memory of the thread, which has no more than it has needed at once.
-  static char* room_for(size_t rooms) {
+  static char* room_for(size_t bytes) {
     struct Free {
       void operator()(char* memory) const {
         ::operator delete(memory, std::align_val_t{alignment});
@@ -419,9 +446,9 @@ class Program::Task {
     };
     thread_local std::unique_ptr<char, Free> memory;
     thread_local size_t has = 0;
-    if (rooms > has || memory == nullptr) {
-      memory.reset(static_cast<char*>(::operator new(std::max<size_t>(rooms, 1) * room_bytes, std::align_val_t{alignment})));
-      has = rooms;
+    if (bytes > has) {
+      memory.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{alignment})));
+      has = bytes;
     }
     return memory.get();
   }
@@ -447,7 +474,7 @@ class Program::Task {
       const auto& in = inputs[i];
       bool lies_so = alike ? in.ndim() > 0 : in.flags().row_contiguous && in.size() == outputs[o].size();
       if (program_->inputs_[i] && in.itemsize() == outputs[o].itemsize() && in.is_donatable() && lies_so) {
-        take_over(i, in, outputs[o], o, alike);
+        take_over(in, outputs[o], alike);
         ++o;
       }
       if (like == nullptr && in.size() == outputs[0].size()) {
@@ -465,15 +492,23 @@ class Program::Task {
     }
   }
 
-  // A step may read the input behind the one that writes the output in its place: then that is copied when a block is done.
-  void take_over(size_t i, const mx::array& in, mx::array& out, size_t o, bool alike) {
+  static void take_over(const mx::array& in, mx::array& out, bool alike) {
     if (alike) {
       out.copy_shared_buffer(in);
     } else {
       out.copy_shared_buffer(in, out.strides(), in.flags(), in.data_size());
     }
-    if (program_->readers_[i] > program_->writers_[o]) {
-      late_.push_back(program_->outputs_[o]);
+  }
+
+  // A step may read an input behind the one that writes an output in its place: then that is copied when a block is done.
+  void find_late(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs) {
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        bool is_read = program_->inputs_[i] && program_->readers_[i] > program_->writers_[o];
+        if (is_read && inputs[i].data<char>() == outputs[o].data<char>()) {
+          late_.push_back(program_->outputs_[o]);
+        }
+      }
     }
   }
 

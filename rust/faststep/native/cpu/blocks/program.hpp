@@ -15,10 +15,18 @@
 
 namespace faststep::blocks {
 
+// The strides by which an input goes over an output's shape.
+mx::Strides strides_over(const mx::array& in, const mx::Shape& shape);
+
 class Program {
  public:
+  static constexpr size_t most_axes = 16; // of what it computes
+
   // Of a kernel; none where an operation or a dtype of it has no loop.
   static std::shared_ptr<const Program> of(const mx::Compiled& kernel);
+
+  // The same, made once for all kernels of that name in MLX.
+  static std::shared_ptr<const Program> known(const mx::Compiled& kernel);
 
   // Return whether the program is faster than the compiled kernel, which calls the C library for each element (loops.hpp).
   bool is_ahead_of_library() const {
@@ -58,7 +66,7 @@ class Program {
   std::vector<std::optional<size_t>> inputs_; // their places; none of a number in the source
   std::vector<size_t> outputs_;
   std::vector<std::array<char, 8>> constants_; // and room for single elements
-  size_t rooms_ = 0;
+  size_t rooms_ = 0, room_bytes_ = 0;
   bool is_ahead_of_library_ = false;
 };
 

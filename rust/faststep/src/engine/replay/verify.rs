@@ -15,7 +15,7 @@ use crate::{
     error::{unread, Result},
     layout::precision,
     mlx::{
-        array, fuse,
+        array, fuse, kernels,
         replay::{self, is_own, Capture, Computed},
     },
     trace::{Captured, Given, Inputs, Outputs, Trace},
@@ -48,7 +48,9 @@ impl Engine {
         match self.verified(trace, rehearsal, ordinary, owner) {
             Ok(Some(captured)) => {
                 let (info, seconds) = (captured.graph.info, started.elapsed().as_secs_f64());
-                let nodes = if replay::is_on_cpu() {
+                let nodes = if kernels::are_in_blocks() {
+                    "tasks (kernels in blocks: there is no compiler)"
+                } else if replay::is_on_cpu() {
                     "tasks"
                 } else {
                     "kernels and copies"

@@ -20,10 +20,10 @@ static AHEAD: LazyLock<Ahead<io::Result<PathBuf>>> = LazyLock::new(Ahead::new);
 /// How much less of a processor than the step the compiler gets: Unix's nice value.
 const NICE: i32 = 10;
 
-/// Have kernels computed in blocks from now on.
-pub fn begin() {
+/// Have kernels computed in blocks from now on; false on a processor without the loops for that.
+pub fn begin() -> bool {
     // SAFETY: the function is never unloaded.
-    unsafe { faststep_blocks_begin(is_made) };
+    unsafe { faststep_blocks_begin(is_made) }
 }
 
 /// Return whether MLX is only to say whether it has a library of a kernel.

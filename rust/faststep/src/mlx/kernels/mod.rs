@@ -36,6 +36,7 @@ mod compiler;
 mod cuda;
 mod header;
 mod later;
+mod no_compiler;
 mod nvrtc;
 mod seal;
 mod source;
@@ -76,6 +77,7 @@ pub const FLAGS: &str =
      --param max-inline-insns-auto=1000 --param vect-max-version-for-alias-checks=100";
 
 const POPEN: &CStr = c"popen";
+const SYSTEM: &CStr = c"system";
 const TEMP_DIRECTORY_PATH: &CStr = c"_ZNSt10filesystem19temp_directory_pathB5cxx11Ev";
 
 /// Has MLX's CPU kernels compiled with [`FLAGS`] from now on, and those of an MLX with CUDA several at a time and once for
@@ -100,16 +102,18 @@ pub fn bind() -> Result<bool, RebindError> {
     // SAFETY: `find` keeps to what native/cpu/kernels.cpp asks of it and is never unloaded.
     let temp_directory_path = Function::new(unsafe { faststep_temp_directory_path(find) });
     let popen = Function::new(popen as *mut c_void);
+    let system = no_compiler::answer(later::begin());
     imports.replace(|name| match name {
         name if name == POPEN => popen,
+        name if name == SYSTEM => system,
         name if name == TEMP_DIRECTORY_PATH => temp_directory_path,
         _ => None,
     })?;
-    later::begin();
     Ok(true)
 }
 
 pub(crate) use cuda::ask;
+pub use no_compiler::{are_fused, are_in_blocks, need_compiler};
 
 /// Return the number of kernels that this process has compiled, or begun to.
 #[must_use]
