@@ -21,6 +21,7 @@ __all__ = [
     "kernels_need_compiler",
     "label",
     "optimizers_within",
+    "same_group",
 ]
 
 # the arrays of `Step.state` by flat names (`ema.layers.0.weight`, `weight`), and the number of batches in the window
@@ -84,7 +85,12 @@ class MemoryPlan:
 @final
 class Step:
     def __new__(
-        cls, model: nn.Module, optimizer: Optimizer, options: Options, group: mx.distributed.Group | None = None
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        options: Options,
+        group: mx.distributed.Group | None = None,
+        shards: tuple[set[str], bool] | None = None,
     ) -> Step: ...
     def step(
         self, user: _User, accumulate: int
@@ -108,6 +114,7 @@ class Step:
     def stats(self) -> _Stats: ...
 
 def array_id(array: mx.array) -> int: ...
+def same_group(one: mx.distributed.Group, other: mx.distributed.Group) -> bool: ...
 def current_state(optimizer: Optimizer) -> dict[str, Any]: ...
 def optimizers_within(optimizer: Optimizer) -> list[Any]: ...
 def bind_blas(library: str | PathLike[str]) -> int: ...

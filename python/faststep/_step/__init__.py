@@ -1,8 +1,8 @@
 """The step: `Step`, `fast_step`, their results, options, state and memory plan, over the native step of `_native`.
 
 `_program` holds the native step, `_user_optimizer` stands for optimizers that are objects of the user's own, `_ranks`
-is for other processes, `_replicas` compares with theirs. Uses `_native`, `_watch` for calls that hang, and `_command`
-for an exit code.
+is for other processes, `_replicas` compares with theirs, `_model_shards` has what they share. Uses `_native`, `_watch`
+for calls that hang, and `_command` for an exit code.
 """
 
 from faststep._step._average import shows_average

@@ -212,7 +212,7 @@ def fast_step(
     optimizer = optimizer if own is None else own
     call = program.call(model, optimizer, loss_fn, batch, named)
     if program.unchecked:
-        program.begin_ranks(model, optimizer)
+        program.begin_ranks(model, optimizer, (batch, named))
     try:
         value, _, _, update, mean = program.core.step(call, accumulate)
     except TypeError:

@@ -16,6 +16,7 @@ from mlx.optimizers import Optimizer
 from faststep._native import core
 from faststep._step._average import refuse_average
 from faststep._step._misuse import refuse_options
+from faststep._step._model_shards import ModelShards
 from faststep._step._options import Options, check_sync, whole_number
 from faststep._step._ranks import Ranks
 from faststep._step._replicas import Replicas
@@ -34,15 +35,26 @@ class Program:
     """The native step of a model, an optimizer and options, for any loss function; it keeps neither object alive."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, options: Options, group: mx.distributed.Group | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        options: Options,
+        group: mx.distributed.Group | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         """Check the options."""
+        # of anything else the native step says what it is
+        self.shards = ModelShards.of(model, group) if isinstance(model, nn.Module) else None
+        named = None
+        if self.shards is not None:
+            self.shards.check(options, shard_optimizer)
+            group, named = self.shards.group, (set(self.shards.cuts), self.shards.same_batch)
         self.options = options
         self.calls = [0]  # number of calls, for whoever holds the list, also when the step is gone
         self.named: set[str] = set()  # names of arguments that are no misspelt options
-        self.core = core.Step(model, optimizer, options, group)
+        self.core = core.Step(model, optimizer, options, group, named)
         check_sync(options.sync)
-        self.ranks = Ranks(self.core, group)
+        self.ranks = Ranks(self.core, group, self.shards is not None and self.shards.same_batch)
         self.unchecked = self.ranks.size > 1  # they are compared at the first step
         every = whole_number("check_ranks", options.check_ranks, 0)
         self._check_every = every if self.ranks.size > 1 else 0
@@ -56,10 +68,16 @@ class Program:
         """Clip to another norm from the next step on."""
         self.options = self.options._replace(max_grad_norm=self.core.set_max_grad_norm(max_grad_norm))
 
-    def begin_ranks(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Compare model, optimizer and options with those of the other ranks before the first update."""
+    def begin_ranks(self, model: nn.Module, optimizer: Optimizer, batch: Any = ()) -> None:
+        """Compare model, optimizer and options with those of the other ranks before the first update.
+
+        Ranks that share a model, by layers, have the same batch too.
+        """
         with self.ranks.told():
-            self._replicas(model, optimizer).begin(self.ranks)
+            replicas = self._replicas(model, optimizer)
+            replicas.begin(self.ranks)
+            if self.ranks.same_batch:
+                replicas.check_batch(self.ranks, batch)
             if self.sharded is not None:
                 self.core.share_out(self.sharded.share_out(model, self.ranks, self.options), self.ranks.rank)
         self.unchecked = False
@@ -71,7 +89,7 @@ class Program:
                 self._replicas(model, optimizer).check(self.ranks)
 
     def _replicas(self, model: nn.Module, optimizer: Optimizer) -> Replicas:
-        return Replicas(model, optimizer, self.options, self.core.state(), self.sharded is not None)
+        return Replicas(model, optimizer, self.options, self.core.state(), self.sharded is not None, self.shards)
 
     def updated(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Count an update, and compare the ranks where that is due."""

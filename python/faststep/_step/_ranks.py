@@ -37,12 +37,18 @@ class Ranks:
         group: The group, None without other ranks.
         rank: The number of this process, from 0 on.
         size: How many there are.
+        same_batch: Whether they share one model, and take the same batches.
     """
 
-    def __init__(self, native: core.Step, group: Group | None) -> None:
-        self._native = native
+    def __init__(self, native: core.Step, group: Group | None, same_batch: bool = False) -> None:
+        self._native, self.same_batch = native, same_batch
         self.group = None if group is None or group.size() == 1 else group
         self.rank, self.size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+
+    @property
+    def loaders(self) -> int:
+        """The number of ranks with batches of their own: all, or where they share them, one."""
+        return 1 if self.same_batch else self.size
 
     def gather(self, value: Any, kind: Kind) -> list[Any]:
         """Return the values of all ranks, plain JSON values, in their order; to be called on all of them.

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from faststep._step._model_shards import ModelShards
 from faststep._step._options import Options
 from faststep._step._ranks import Ranks, rank_error
 from faststep._step._state import Kept
 from faststep._step._user_optimizer import OwnOptimizer
 
-_FREE = {"compile", "replay", "in_flight", "max_traces", "clear_cache_every"}  # each rank may have its own
+_FREE = {"replay", "in_flight", "clear_cache_every"}  # each rank may have its own
+_FREE_WITHOUT_SHARDS = {"compile", "max_traces"}  # by which a part is tried out, and exchanges what it does once more
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
 _OPEN = ("window.", "weight", "losses")  # of a window, which each rank has its own of
 _PLAIN = (bool, int, float, str, type(None))
@@ -25,9 +28,9 @@ _MAKE_ALIKE = (
     "Make the model from one seed on all ranks (mx.random.seed), or load the same weights, and the same state into the "
     'optimizer; sync="broadcast" takes those of rank 0'
 )
-_LEAVE_OUT = (
-    "group: expected replicas, got modules of nn.fully_shard, which have a part of the model on each rank: leave the "
-    "group of these ranks out of the step, since MLX averages their gradients itself"
+_SAME_BATCH = (
+    "ranks that share a model train on the same batches, with the same random numbers. Give all of them the same data, "
+    "a Loader without rank and world_size say, and seed mx.random alike"
 )
 _HAVE_DRIFTED = (
     "The replicas have drifted apart: something other than the step has changed them on these ranks. Start all ranks "
@@ -49,12 +52,19 @@ class Replicas:
     Args:
         kept: What the native step keeps.
         is_sharded: Whether each rank has a part of the optimizer's state.
+        shards: The shards of the model, which are no replicas.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, options: Options, kept: Kept | None, is_sharded: bool = False
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        options: Options,
+        kept: Kept | None,
+        is_sharded: bool = False,
+        shards: ModelShards | None = None,
     ) -> None:
-        self._is_sharded = is_sharded
+        self._is_sharded, self._shards = is_sharded, shards
         self._model, self._optimizer, self._options = model, optimizer, options
         arrays = {} if kept is None else kept[0]
         self._kept = {name: array for name, array in arrays.items() if not name.startswith(_OPEN)}
@@ -76,15 +86,12 @@ class Replicas:
 
         Raises:
             RankError: As `check` does; with `sync="broadcast"` not for values of model and optimizer.
-            ValueError: Modules of `nn.fully_shard`, which are no replicas.
         """
         self._check_parts(ranks)
-        if any(isinstance(module, nn.FullyShardedModule) for module in self._model.modules()):
-            raise ValueError(_LEAVE_OUT)
         if self._options.sync == "broadcast":
             self._broadcast(ranks)
         self._check_values(ranks, _MAKE_ALIKE)
-        others = {name: _described(array) for name, array in self._others().items()}
+        others = {name: _described(array) for name, array in self._alike(self._others()).items()}
         for rank, theirs in enumerate(ranks.gather(others, "comparison")):
             differ = [name for name in others if theirs.get(name) not in (None, others[name])]
             if differ:
@@ -96,6 +103,22 @@ class Replicas:
                 )
                 return
 
+    def check_batch(self, ranks: Ranks, batch: Any) -> None:
+        """Compare the first batch, and the random state, of ranks that take the same; to be called on all of them.
+
+        Raises:
+            RankError: They differ.
+        """
+        random: Any = mx.random.state
+        given = {"batches": [_described_leaf(leaf) for _, leaf in _flat(batch)], "random states": random[0].tolist()}
+        for name, mine in given.items():
+            theirs = ranks.gather(mine, "comparison")
+            if others := [rank for rank, each in enumerate(theirs) if each != theirs[0]]:
+                raise rank_error(others, f"the {name} differ from rank 0's, but {_SAME_BATCH}")
+
+    def _alike(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        return arrays if self._shards is None else self._shards.replicas(arrays)
+
     def _check_parts(self, ranks: Ranks) -> None:
         parts = self._parts()
         theirs = ranks.gather([zlib.crc32(part.text.encode()) for part in parts], "comparison")
@@ -104,7 +127,7 @@ class Replicas:
                 raise rank_error(others, f"{part.name} differ from rank 0's; here they are {part.text}. {part.remedy}")
 
     def _check_values(self, ranks: Ranks, remedy: str) -> None:
-        arrays = dict(self._arrays())
+        arrays = self._alike(dict(self._arrays()))
         sums: Any = mx.stack([_checksum(array) for array in arrays.values()]).tolist()
         theirs = ranks.gather(sums, "comparison")
         for index, name in enumerate(arrays):
@@ -116,19 +139,28 @@ class Replicas:
         theirs = ranks.gather(names, "comparison")
         if others := [rank for rank, each in enumerate(theirs) if each != theirs[0]]:
             raise rank_error(others, "the model has other arrays than rank 0's, though it trains the same parameters")
-        self._model.update(_from_first(self._model.parameters(), ranks))
+        self._model.update(self._from_first(self._model.parameters(), ranks))
         optimizer = self._optimizer
         if isinstance(optimizer, OwnOptimizer):
             arrays = {name: each for name, each in optimizer.attributes.items() if _has_array(each)}
-            optimizer.attributes.update(_from_first(arrays, ranks))
+            optimizer.attributes.update(self._from_first(arrays, ranks))
         else:
-            optimizer.state = _from_first(optimizer.state, ranks)
+            optimizer.state = self._from_first(optimizer.state, ranks)
+
+    def _from_first(self, tree: Any, ranks: Ranks) -> Any:
+        """Return the arrays of a tree as rank 0 has them, one after another in the order of their names."""
+        arrays = self._alike({name: each for name, each in _flat(tree) if isinstance(each, mx.array)})
+        found = ranks.together(
+            "parameters", lambda: {name: ranks.from_rank(arrays[name], 0) for name in sorted(arrays)}
+        )
+        return tree_map_with_path(lambda name, each: found.get(name, each), tree)
 
     def _parts(self) -> list[_Part]:
         shapes = [f"{name} {_dtype(array)} {list(array.shape)}" for name, array in self._arrays()]
         optimizer = self._optimizer.own if isinstance(self._optimizer, OwnOptimizer) else self._optimizer
         numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
-        chosen = {name: value for name, value in self._options.plain().items() if name not in _FREE}
+        free = _FREE | _FREE_WITHOUT_SHARDS if self._shards is None else _FREE
+        chosen = {name: value for name, value in self._options.plain().items() if name not in free}
         kind = type(optimizer)
         return [
             _Part(
@@ -163,13 +195,6 @@ class Replicas:
         return {name: array for name, array in everything.items() if name not in trained}
 
 
-def _from_first(tree: Any, ranks: Ranks) -> Any:
-    """Return the arrays of a tree as rank 0 has them, one after another in the order of their names."""
-    arrays = {name: each for name, each in _flat(tree) if isinstance(each, mx.array)}
-    found = ranks.together("parameters", lambda: {name: ranks.from_rank(arrays[name], 0) for name in sorted(arrays)})
-    return tree_map_with_path(lambda name, each: found.get(name, each), tree)
-
-
 def _flat(tree: Any) -> list[tuple[str, Any]]:
     flat: Any = tree_flatten(tree)
     return flat  # type: ignore[no-any-return]
@@ -185,6 +210,12 @@ def _dtype(array: mx.array) -> str:
 
 def _described(array: mx.array) -> str:
     return f"{_dtype(array)} {list(array.shape)} {_checksum(array).item()}"
+
+
+def _described_leaf(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)} {zlib.crc32(np.ascontiguousarray(value).tobytes())}"
+    return _described(value) if isinstance(value, mx.array) else ""
 
 
 def _checksum(array: mx.array) -> mx.array:

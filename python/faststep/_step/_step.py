@@ -164,7 +164,8 @@ class Step(Generic[M, T]):
                 for, the batch, memory, and the stacks of all threads. With a `group`, a rank that has waited for others
                 so long then exits with code 5. None: never.
             group: The processes that train one model, each with its own batches: gradients are averaged over them
-                before each update (docs/distributed.md). None: this process alone (in MLX's functions None means all).
+                before each update (docs/distributed.md). None: this process alone (in MLX's functions None means all),
+                or those that share the model by its layers (`shard_linear`), which take the same batches.
             sync: Values of model and optimizer at the first call of a group: "check" that all ranks have the same, to
                 the bit, or "broadcast" rank 0's, frozen parameters and buffers too.
             check_ranks: Compare the ranks, as `Step.check_ranks` does, after every so many updates, skipped ones
@@ -184,7 +185,7 @@ class Step(Generic[M, T]):
         self._sharded = ShardedOptimizer(optimizer, options) if shards else None
         self.model, self.optimizer, self.loss_fn = model, optimizer, function(loss_fn)
         self._weighted = weighted
-        self._program = Program(model, self._optimizer, options, group)
+        self._program = Program(model, self._optimizer, options, group, shard_optimizer)
         self._program.sharded = self._sharded
         self._attributes = Attributes(self.optimizer)
         self.accumulate = accumulate
@@ -207,12 +208,13 @@ class Step(Generic[M, T]):
 
     @property
     def has_whole_optimizer(self) -> bool:
-        """True where the optimizer shows its whole state: without `shard_optimizer`, or within `whole_optimizer`."""
-        return self._sharded is None or self._sharded.is_whole
+        """True where there is all that a checkpoint has: with nothing shared out, or within `whole_optimizer`."""
+        shards = self._program.shards
+        return (self._sharded is None or self._sharded.is_whole) and (shards is None or shards.whole is not None)
 
     @contextlib.contextmanager
     def whole_optimizer(self) -> Iterator[None]:
-        """Show the whole state in the optimizer on rank 0, for a checkpoint, where `shard_optimizer` shares it out.
+        """Have the whole of what is shared out on rank 0, for a checkpoint: by `shard_optimizer`, or a sharded model.
 
         A `with` block, to be entered on all ranks; the trainer does so by itself.
 
@@ -222,7 +224,30 @@ class Step(Generic[M, T]):
         with contextlib.ExitStack() as stack:
             if self._sharded is not None:
                 stack.enter_context(self._sharded.whole(self.model, self._program.ranks))
+            if self._program.shards is not None:
+                stack.enter_context(self._program.shards.shown(self._own_parts(), self._program.ranks))
             yield
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """True where the ranks share the model, and each has batches of its own: with `nn.fully_shard`."""
+        shards = self._program.shards
+        return shards is not None and not shards.same_batch
+
+    @property
+    def parts(self) -> tuple[Any, Any, dict[str, Any]]:
+        """The model's parameters, the optimizer's state and `state`, those of all ranks within `whole_optimizer`."""
+        shards = self._program.shards
+        return self._own_parts() if shards is None or shards.whole is None else shards.whole
+
+    def _own_parts(self) -> tuple[Any, Any, dict[str, Any]]:
+        model: Any = self.model
+        return model.parameters(), self.optimizer.state, self.state
+
+    def own_part(self, name: str, array: mx.array) -> mx.array:
+        """Return what this rank has of an array of a checkpoint: all of it, but for shards of a model."""
+        shards = self._program.shards
+        return array if shards is None else shards.part(name, array)
 
     @property
     def accumulate(self) -> int:
@@ -259,7 +284,7 @@ class Step(Generic[M, T]):
         Raises:
             TypeError: An argument is neither an array nor static, or the loss is no array.
             ValueError: The loss is no scalar, nothing is trainable, an array waits for another thread, or MLX refuses a
-                shape; or the loss exchanges arrays with other ranks (`mx.distributed`, `nn.fully_shard`) in a step with
+                shape; or the loss exchanges arrays with other ranks, without shards in the model, in a step with
                 `max_grad_norm`, `max_loss` or a `nonfinite` other than "allow", which each rank would apply by itself.
                 Exceptions of the loss function pass unchanged. All of these leave model, optimizer and random state as
                 they were.
@@ -270,7 +295,7 @@ class Step(Generic[M, T]):
         """
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         if self._program.unchecked:
-            self._program.begin_ranks(self.model, self._optimizer)
+            self._program.begin_ranks(self.model, self._optimizer, (batch, named))
         try:
             value, norm, skipped, update, mean = self._program.core.step(call, self._accumulate)
         except TypeError:
@@ -384,7 +409,7 @@ class Step(Generic[M, T]):
         Returns:
             What the loss function returned, and the tree of gradients, before clipping: what
             `nn.value_and_grad(model, loss_fn)(model, *batch, **named)` returns. With a `group`, loss and gradients are
-            averaged over the ranks, all of which have to call it.
+            averaged over the ranks, all of which have to call it; of a sharded model they are this rank's part.
 
         Raises:
             TypeError: As a step does.
@@ -394,7 +419,7 @@ class Step(Generic[M, T]):
         call = self._program.call(self.model, self._optimizer, self.loss_fn, batch, named)
         core, ranks = self._program.core, self._program.ranks
         try:
-            if ranks.size == 1:
+            if ranks.size == 1 or self._program.shards is not None:
                 return core.gradients(call)
             return mean_gradients(lambda: core.gradients(call), self._weighted, ranks)
         except TypeError:

@@ -37,7 +37,7 @@ def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, 
         raise CheckpointError("the model shows its average: expected a restore after the `with step.average()` block")
     manifest = read_manifest(path)
     training = read_training(path, manifest)
-    read = {name: read_tensors(path, name, manifest) for name in (MODEL, OPTIMIZER, STEP)}
+    read = {name: _own_part(step, read_tensors(path, name, manifest)) for name in (MODEL, OPTIMIZER, STEP)}
     state, attributes = Arrays(), Arrays()
     for name, array in read[OPTIMIZER][0].items():
         (attributes if name.startswith("@") else state)[name] = array
@@ -51,6 +51,11 @@ def restore(path: Path, step: Step, loader: Stateful | None) -> tuple[dict[str, 
     ]
     _make(changes, path)
     return manifest, training["numbers"]
+
+
+def _own_part(step: Step, contents: Contents) -> Contents:
+    arrays, texts = contents
+    return {name: step.own_part(name, array) for name, array in arrays.items()}, texts
 
 
 def _make(changes: Iterable[Change], path: Path) -> None:

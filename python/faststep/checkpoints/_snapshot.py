@@ -127,14 +127,15 @@ def take(
         raise CheckpointError("the model shows its average: expected a save after the `with step.average()` block")
     if not step.has_whole_optimizer:
         raise CheckpointError(
-            "the optimizer's state is shared out (shard_optimizer): expected a save in a `with step.whole_optimizer()` "
-            "block, which all ranks enter"
+            "the model is sharded, or the optimizer's state is shared out (shard_optimizer): expected a save in a "
+            "`with step.whole_optimizer()` block, which all ranks enter"
         )
-    kept, counts = split(step.state, "step")
-    parameters, others = split(step.model.parameters(), "model")
+    model, optimizer, own = step.parts
+    kept, counts = split(own, "step")
+    parameters, others = split(model, "model")
     if others:
         raise CheckpointError(f"model: expected arrays as parameters, got {sorted(others)}")
-    state, values = split(step.optimizer.state, "optimizer")
+    state, values = split(optimizer, "optimizer")
     attributes, held = _attributes(step)
     texts = {name: str(count) for name, count in (counts | {"random": _random.mlx_seed()}).items()}
     now = time.time()

@@ -176,7 +176,8 @@ class Loop:
         result = self._result()
         if self.load_best_at_end and result.best_checkpoint is not None:
             average = self.step.options.ema_decay is not None
-            self.step.model.load_weights(list(Checkpoint.at(result.best_checkpoint).weights(average=average).items()))
+            weights = Checkpoint.at(result.best_checkpoint).weights(average=average)
+            self.step.model.load_weights([(name, self.step.own_part(name, each)) for name, each in weights.items()])
         self._tell("on_end", result)
         self._logs.tell_steps()
         self._logs.end(result.reason)
@@ -259,7 +260,7 @@ class Loop:
             output = call_with(batch, self.step)
         if not self._checked:
             self._check(output.aux, samples)
-        window.add(output, samples, tokens, self.ranks.size)
+        window.add(output, samples, tokens, self.ranks.loaders)
         self._judge(Tried(batch, key, output, epoch, position))
         if len(window) >= self.step.accumulate:
             self._end_window(window)
@@ -305,8 +306,9 @@ class Loop:
         with self._tagged("checkpoint"):
             self.checkpoints.wait()
             path = self.run / "bundles"
-            if self.ranks.rank == 0:
-                path = _bad_batches.write(path, self.step, tried, self.number, self.config)
+            with self.step.whole_optimizer():
+                if self.ranks.rank == 0:
+                    path = _bad_batches.write(path, self.step, tried, self.number, self.config)
         text = (
             f"{self._guard.row} bad batches in a row were skipped, because loss or gradients are not finite or the "
             f"loss is above max_loss. The last one ({self._why}) is in {path}, with the weights and the random state "
@@ -442,7 +444,7 @@ class Loop:
     # each rank goes on with its own random state; of a checkpoint of another number of ranks, with one like no other's
     def _seed(self, seeds: list[int]) -> None:
         rank = self.ranks.rank
-        if self.ranks.size > 1:
+        if self.ranks.loaders > 1:
             mx.random.seed(seeds[rank] if len(seeds) == self.ranks.size else mlx_seed() + rank)
 
     def _tell(self, method: str, *arguments: Any) -> None:

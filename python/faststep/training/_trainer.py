@@ -213,14 +213,21 @@ class Trainer(Loop):
         self._begin()
 
     def _refuse_unshared(self) -> None:
-        """Refuse a loader that gives all ranks the same batches."""
+        """Refuse a loader that gives all ranks the same batches, or of ranks that share a model others to each."""
+        if self.step.is_fully_sharded:
+            raise ValueError(
+                "step: expected a model without modules of nn.fully_shard, which wait for each other at each batch, a "
+                "validation's too: train it in a loop of your own"
+            )
         for name, loader in {"loader": self.loader, "validation": self.validation}.items():
             shared = getattr(loader, "world_size", None)
-            if shared is not None and shared != self.ranks.size:
-                raise ValueError(
-                    f"{name}: expected one that is shared by the ranks of the step, Loader(..., "
-                    f"rank={self.ranks.rank}, world_size={self.ranks.size}), got one with world_size={shared}"
-                )
+            if shared is not None and shared != self.ranks.loaders:
+                if self.ranks.same_batch:
+                    wanted = "the same on all ranks, which share a model, Loader(...) without rank and world_size"
+                else:
+                    options = f"rank={self.ranks.rank}, world_size={self.ranks.size}"
+                    wanted = f"one that is shared by the ranks of the step, Loader(..., {options})"
+                raise ValueError(f"{name}: expected {wanted}, got one with world_size={shared}")
 
     def stop(self) -> None:
         """End the training after the current step, with a checkpoint; with a group that of all ranks."""

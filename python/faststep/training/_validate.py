@@ -75,7 +75,7 @@ def validate(step: Step, batches: Iterable[Any], most: int | None = None) -> Eva
         The means, and the number of batches.
     """
     with _ids.guarded(), evaluating(step):
-        is_shared = getattr(batches, "world_size", 1) > 1
+        is_shared = getattr(batches, "world_size", 1) > 1 or step.ranks.same_batch
         return evaluate(step, batches, most, ranks=step.ranks if is_shared else None)
 
 
@@ -106,7 +106,7 @@ def evaluate(
         if start is not None and hasattr(batches, "load_state"):
             batches.load_state(start)  # the same batches the next time
     if ranks is not None:
-        parts = ranks.gather([average.sums, count], "validation")
+        parts = ranks.gather([average.sums, count], "validation")[: ranks.loaders]
         average, count = Average(), sum(each for _, each in parts)
         for sums, _ in parts:
             average.join(Average(sums))
@@ -119,7 +119,7 @@ def _of_all(predictions: Predictions, ranks: Ranks) -> dict[str, float]:
     """Return the metrics of the predictions of all ranks, in the order of one process: by batch, then by rank."""
     if ranks.group is None or not predictions.metrics:
         return predictions.read()
-    for name, parts in predictions.parts.items():
+    for name, parts in predictions.parts.items() if ranks.loaders > 1 else ():
         mine: list[Any] = [np.concatenate(column) for column in zip(*parts, strict=True)] or [None, None]
         lengths = ranks.gather([len(labels) for labels, _ in parts], "validation")
         columns = [

@@ -18,6 +18,7 @@
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "mlx/scheduler.h"
+#include "exchanges.hpp"
 #include "status.hpp"
 
 namespace mx = mlx::core;
@@ -82,10 +83,7 @@ bool is(mx::Primitive& primitive, std::string_view name) {
 
 // The ranks between which an operation exchanges arrays; one for those that exchange nothing.
 int ranks(mx::Primitive& primitive) {
-  std::string_view name = primitive.name();
-  constexpr std::string_view kinds[] = {"AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
-  auto exchanges = std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
-  return exchanges ? static_cast<mx::distributed::DistPrimitive&>(primitive).group().size() : 1;
+  return faststep::exchanges(primitive.name()) ? static_cast<mx::distributed::DistPrimitive&>(primitive).group().size() : 1;
 }
 
 } // namespace

@@ -181,12 +181,15 @@ int faststep_arrays_ranks(const void* const* arrays, size_t count) noexcept;
 int faststep_group_init(void** group);
 // A group of mlx::core::distributed, from one that lies somewhere else; freed by faststep_group_free.
 void* faststep_group_new(const void* group) noexcept;
+int faststep_group_is(const void* group, const void* other) noexcept;
 void faststep_group_free(void* group) noexcept;
 int faststep_group_rank(const void* group) noexcept;
 int faststep_group_size(const void* group) noexcept;
 // The lazy sum of an array over the group, on the stream on which it communicates: on a CPU in messages of so many elements, 0:
 // in one.
 int faststep_group_sum(const void* group, const void* array, size_t message, void** sum);
+// The same on the stream on which MLX would, as part of what it computes.
+int faststep_group_sum_in_turn(const void* group, const void* array, void** sum);
 // Sums numbers over the group, in their place, and waits for that: on a GPU not for what it computes meanwhile.
 int faststep_group_sum_numbers(const void* group, float* numbers, size_t count);
 // After an error of the device, which is known: waits for all that is under way, and has none of the arrays wait any more.
@@ -223,6 +226,11 @@ void faststep_labels_clear() noexcept;
 
 // Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
+// What arrays exchange with other ranks, one after another in an order that follows from the graph alone; `exchanges`: a number that
+// others hardly have, 0 where nothing is exchanged.
+int faststep_exchange_in_order(const void* const* arrays, size_t count, void** ordered, uint64_t* exchanges);
+// For each array, whether it has another value on each rank, where these shards have.
+int faststep_differ_by_rank(const void* const* arrays, size_t count, const void* const* shards, size_t shards_count, int* differ);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
 // On a CPU: operations of a trace that have kernels of our own are computed by these: the replacement of each of these arrays.

@@ -69,6 +69,10 @@ void* faststep_group_new(const void* group) noexcept {
   return new mx::distributed::Group(group_at(group));
 }
 
+int faststep_group_is(const void* group, const void* other) noexcept {
+  return group_at(group).raw_group() == group_at(other).raw_group() ? 1 : 0;
+}
+
 void faststep_group_free(void* group) noexcept {
   delete static_cast<mx::distributed::Group*>(group);
 }
@@ -79,4 +83,8 @@ int faststep_group_rank(const void* group) noexcept {
 
 int faststep_group_size(const void* group) noexcept {
   return group_at(group).size();
+}
+
+int faststep_group_sum_in_turn(const void* group, const void* array, void** sum) {
+  return faststep::guarded([&] { *sum = faststep::owned(mx::distributed::all_sum(faststep::at(array), group_at(group))); });
 }

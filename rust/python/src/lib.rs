@@ -75,6 +75,13 @@ fn array_id(array: &Bound<'_, PyAny>) -> PyResult<usize> {
     mlx::bridge::id(array).ok_or_else(not_one)
 }
 
+/// Return whether two groups are one.
+#[pyfunction]
+fn same_group(one: &Bound<'_, PyAny>, other: &Bound<'_, PyAny>) -> bool {
+    let groups = mlx::bridge::group(one).zip(mlx::bridge::group(other));
+    groups.is_some_and(|(one, other)| one.is(&other))
+}
+
 fn rebind_error(error: &RebindError) -> PyErr {
     match error {
         RebindError::NoMlx => PyRuntimeError::new_err(error.to_string()),
@@ -98,6 +105,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bind_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(compiled_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(kernels_need_compiler, module)?)?;
+    module.add_function(wrap_pyfunction!(same_group, module)?)?;
     module.add_function(wrap_pyfunction!(step::label, module)?)?;
     module.add_function(wrap_pyfunction!(optimizer::optimizers_within, module)?)?;
     module.add_function(wrap_pyfunction!(store::registry::current_state, module)?)

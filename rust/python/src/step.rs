@@ -31,7 +31,7 @@ mod updates;
 
 use std::{
     cell::RefCell,
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     mem::take,
     rc::Rc,
     sync::Arc,
@@ -39,7 +39,7 @@ use std::{
 };
 
 use faststep::{
-    engine::{array, Flags, NamedAuxState, Ranks, Seconds, Stage},
+    engine::{array, Flags, Group, NamedAuxState, Ranks, Seconds, Stage},
     Error,
 };
 use mlx_rs::Array;
@@ -55,7 +55,7 @@ use crate::{
     mlx::{bridge, errors::to_python, gil::Waiting},
     store::{
         registry::{self, Shared},
-        ModelSignature, SharedOut, Store,
+        ModelSignature, Shards, SharedOut, Store,
     },
     watch::WatchList,
 };
@@ -104,9 +104,12 @@ struct Inner {
     options: Options,
     ranks: Option<Ranks>,
     shared_out: Option<Rc<SharedOut>>,
-    varies_norm: bool,  // the norm to which gradients are clipped has been another
-    checked: bool,      // whether there is a compiler
-    numpy_as_mlx: bool, // NumPy arrays are passed as mx.arrays
+    shards: Option<Rc<Shards>>,
+    shared_by: Option<Rc<Group>>, // the ranks that have the shards
+    awaited: usize,               // the rounds of the call under way
+    varies_norm: bool,            // the norm to which gradients are clipped has been another
+    checked: bool,                // whether there is a compiler
+    numpy_as_mlx: bool,           // NumPy arrays are passed as mx.arrays
     has_compiler: bool,
     plain: Option<String>, // why each call is evaluated by itself
     host: Rc<PythonHost>,
@@ -184,22 +187,31 @@ impl Step {
     }
 
     #[new]
-    #[pyo3(signature = (model, optimizer, options, group=None))]
+    #[pyo3(signature = (model, optimizer, options, group=None, shards=None))]
     fn new(
         model: &Bound<'_, PyAny>,
         optimizer: &Bound<'_, PyAny>,
         options: &Bound<'_, PyAny>,
         group: Option<&Bound<'_, PyAny>>,
+        shards: Option<(HashSet<String>, bool)>,
     ) -> PyResult<Self> {
         let own_updates = Updates::read(options)?;
-        let ranks = group.map(ranks).transpose()?.flatten();
-        let options = Options::read(options, ranks.is_some())?;
+        let mut ranks = group.map(ranks).transpose()?.flatten();
+        if shards.is_some() {
+            ranks = ranks.map(Ranks::sharing_model);
+        }
+        let shared_by = ranks.as_ref().and_then(Ranks::shards).cloned();
+        let shards = shards.map(|(names, same_batch)| Rc::new(Shards { names, same_batch }));
+        let options = Options::read(options, ranks.is_some() && shared_by.is_none())?;
         Ok(Self {
             shared: registry::shared(model, optimizer)?,
             inner: ThreadBound(RefCell::new(Inner {
                 options,
                 ranks,
                 shared_out: None,
+                shards,
+                shared_by,
+                awaited: 1,
                 varies_norm: false,
                 checked: false,
                 numpy_as_mlx: false,
@@ -246,11 +258,12 @@ impl Step {
     fn flush(&self, user: Arguments<'_>) -> PyResult<bool> {
         let optimizer = user.optimizer.clone();
         self.enter(&optimizer, |inner, shared| {
-            if inner.ranks.is_none() && shared.enter()?.batches() == 0 {
+            if !inner.options.reduced && shared.enter()?.batches() == 0 {
                 return Ok(false);
             }
             inner.step(shared, user, 1, true)?;
-            Ok(inner.ranks.as_ref().is_none_or(Ranks::has_flushed))
+            let ranks = inner.ranks.as_ref().filter(|_| inner.options.reduced);
+            Ok(ranks.is_none_or(Ranks::has_flushed))
         })
     }
 

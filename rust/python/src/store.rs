@@ -148,6 +148,23 @@ impl SharedOut {
     }
 }
 
+/// A model of which each rank of a group has shards.
+#[derive(PartialEq, Eq)]
+pub struct Shards {
+    /// The names of the arrays that are shards.
+    pub names: HashSet<String>,
+    /// True if all ranks compute the loss of the same batch, with the same random numbers.
+    pub same_batch: bool,
+}
+
+impl Shards {
+    fn of_tensors(&self, signature: &ModelSignature) -> Vec<bool> {
+        let paths = signature.paths().into_iter();
+        let is_shard = paths.map(|path| self.names.contains(&dotted(&path)));
+        is_shard.collect()
+    }
+}
+
 /// The slots of a call, and what undoes its preparation.
 pub struct Prepared<'py> {
     /// The model's array slots.
@@ -213,6 +230,7 @@ pub struct Store {
     takes_state: bool,           // of an optimizer of the user's own, while its update is left out
     transforms: bool, // the gradients, by a function of the user's: the optimizer is called with what it returns
     shared_out: Option<Rc<SharedOut>>,
+    shards: Option<Rc<Shards>>,
 }
 
 impl Refers for Store {
@@ -274,6 +292,7 @@ impl Store {
             takes_state: false,
             transforms: false,
             shared_out: None,
+            shards: None,
         })
     }
 
@@ -405,6 +424,21 @@ impl Store {
     ) -> PyResult<()> {
         if self.shared_out.as_ref() != shared_out {
             self.shared_out = shared_out.cloned();
+            self.expose(py)?;
+            self.forget()?;
+        }
+        Ok(())
+    }
+
+    /// Return whether some of the model's arrays are shards.
+    pub fn has_shards(&self) -> bool {
+        self.shards.is_some()
+    }
+
+    /// Take some of the model's arrays for shards, or none.
+    pub fn set_shards(&mut self, py: Python<'_>, shards: Option<&Rc<Shards>>) -> PyResult<()> {
+        if self.shards.as_ref() != shards {
+            self.shards = shards.cloned();
             self.expose(py)?;
             self.forget()?;
         }

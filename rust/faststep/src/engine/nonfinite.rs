@@ -73,6 +73,12 @@ fn check_norm(outputs: &Outputs, what: &str) -> Result<()> {
         Some(norm) if norm == f32::INFINITY => {
             refuse(format!("{what}: the norm overflows float32"))
         }
+        Some(norm) if norm.is_nan() => {
+            // those of this rank are numbers
+            refuse(format!(
+                "{what}: those of another rank, which shares the model, have NaN values"
+            ))
+        }
         _ => Ok(()),
     }
 }

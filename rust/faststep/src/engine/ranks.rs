@@ -3,6 +3,9 @@
 //! A round begins with a row of numbers for each rank, which all get: a rank that has failed, is at another update or trains
 //! something else is an error on all of them, before anything else is exchanged. Then `reduce` sums the buffers, one after another in the
 //! order of the layout. The ranks may trace, capture and evaluate differently: a round is outside of all that.
+//!
+//! Ranks that share a model, of which each has shards, exchange arrays within each part of a step. A row comes before each part: a rank
+//! that has failed, or would exchange something else, is an error on all of them before they wait for each other.
 use std::{
     fmt::Write,
     fs,
@@ -23,7 +26,7 @@ use crate::{
 };
 
 /// The numbers of a row.
-const ROW: usize = 10;
+const ROW: usize = 11;
 /// What ranks may meet for, by number: an update first.
 const KINDS: [&str; 6] = [
     "an update",
@@ -46,7 +49,8 @@ pub(super) struct Row {
     update: f32,
     pub layout: f32,
     pub options: f32,
-    kind: f32, // of `KINDS`
+    kind: f32,     // of `KINDS`
+    pub work: f32, // what the part that follows exchanges, where they share a model
     wish: f32,
     seconds: f32,   // since its last one
     crowd: f32,     // of `crowd`
@@ -62,6 +66,7 @@ impl Row {
             self.layout,
             self.options,
             self.kind,
+            self.work,
             self.wish,
             self.seconds,
             self.crowd,
@@ -78,10 +83,11 @@ impl Row {
             layout: at(3),
             options: at(4),
             kind: at(5),
-            wish: at(6),
-            seconds: at(7),
-            crowd: at(8),
-            order: at(9),
+            work: at(6),
+            wish: at(7),
+            seconds: at(8),
+            crowd: at(9),
+            order: at(10),
         }
     }
 
@@ -96,14 +102,17 @@ pub(super) type Round<'a> = (&'a mut Ranks, usize);
 
 /// The group of a step, and what has been exchanged.
 #[derive(Debug)]
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 pub struct Ranks {
-    group: Group,
+    group: Rc<Group>,
+    shares_model: bool,
     layout: Option<(Rc<Layout>, f32)>,
     rounds: usize,
     pub(super) flushed: bool,
     wish: u8,
     wished: u8,
     told: bool, // the last round has failed: nobody waits for this rank
+    lost: bool, // nobody ever will
     bytes: usize,
     seconds: f64,
     left: Option<Instant>, // the end of the last row
@@ -117,9 +126,9 @@ fn exact(number: u64) -> f32 {
     (number % EXACT) as f32
 }
 
-fn hash(text: &str) -> f32 {
+pub(super) fn hash(what: impl Hash) -> f32 {
     let mut hasher = DefaultHasher::new();
-    text.hash(&mut hasher);
+    what.hash(&mut hasher);
     exact(hasher.finish())
 }
 
@@ -128,7 +137,7 @@ fn crowd(ranks: usize) -> f32 {
     let processors = thread::available_parallelism().map_or(1, usize::from);
     let machine = fs::read_to_string("/proc/sys/kernel/random/boot_id");
     let machine = machine.ok().filter(|_| processors < PROCESSORS * ranks);
-    machine.map_or(0.0, |id| hash(&id))
+    machine.map_or(0.0, hash)
 }
 
 // a number of an order in which arrays are made
@@ -136,7 +145,7 @@ pub(super) fn order_hash(order: &[usize]) -> f32 {
     if order.is_empty() {
         return 0.0;
     }
-    hash(&format!("{order:?}"))
+    hash(order)
 }
 
 // what all ranks must have alike, for the same arithmetic and the same decisions
@@ -160,13 +169,15 @@ impl Ranks {
     pub fn new(group: Group) -> Self {
         let crowd = crowd(group.size());
         Self {
-            group,
+            group: Rc::new(group),
+            shares_model: false,
             layout: None,
             rounds: 0,
             flushed: false,
             wish: 0,
             wished: 0,
             told: false,
+            lost: false,
             bytes: 0,
             seconds: 0.0,
             left: None,
@@ -174,6 +185,25 @@ impl Ranks {
             crowd,
             crowded: false,
         }
+    }
+
+    /// The same ranks, of which each has shards of one model.
+    #[must_use]
+    pub fn sharing_model(mut self) -> Self {
+        self.shares_model = true;
+        self
+    }
+
+    /// The group of ranks that share a model; none where each has a replica.
+    #[must_use]
+    pub fn shards(&self) -> Option<&Rc<Group>> {
+        self.shares_model.then_some(&self.group)
+    }
+
+    /// Begin a call, whose error the others have not heard of; the number of rounds so far.
+    pub fn begin_call(&mut self) -> usize {
+        self.told = self.lost;
+        self.rounds
     }
 
     /// The number of rounds so far, of which one has begun for each.
@@ -307,9 +337,23 @@ impl Ranks {
         Ok(rows)
     }
 
+    // the row before a part of a step over shards, which exchanges that
+    pub(super) fn begin_part(
+        &mut self,
+        update: usize,
+        (layout, options, work): (&Rc<Layout>, &Options, f32),
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let mut row = self.row(update);
+        row.layout = self.layout_hash(layout);
+        row.options = options_hash(options);
+        row.work = work;
+        self.round(row, update, owner).map(drop)
+    }
+
     // an exchange that MLX could not do: another one may wait for ever
     fn lost(&mut self, update: usize, error: &Exception) -> Error {
-        self.told = true;
+        (self.told, self.lost) = (true, true);
         let (rank, size) = (self.group.rank(), self.group.size());
         let beside = [(rank + size - 1) % size, (rank + 1) % size];
         let beside = if beside[0] == beside[1] {
@@ -365,7 +409,7 @@ impl Ranks {
 /// A number of a row that is the same on all ranks, and the words for those that have another than rank 0.
 type Alike = (fn(&Row) -> f32, fn(&[Row], &[usize]) -> String);
 
-const ALIKE: [Alike; 4] = [
+const ALIKE: [Alike; 5] = [
     (
         |row| row.kind,
         |rows, others| {
@@ -407,6 +451,16 @@ const ALIKE: [Alike; 4] = [
             format!(
                 "{} has other options than rank 0: max_grad_norm, max_grad_value, nonfinite, max_loss, compute_dtype and ema_decay are \
                  to be the same on all ranks",
+                named(others)
+            )
+        },
+    ),
+    (
+        |row| row.work,
+        |_, others| {
+            format!(
+                "{} would exchange other arrays than rank 0: on ranks that share a model the same loss is computed, of batches of one \
+                 shape, and all of them compile it, or none",
                 named(others)
             )
         },

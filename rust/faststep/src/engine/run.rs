@@ -6,7 +6,7 @@ use mlx_rs::Array;
 use super::{
     evaluate::{evaluate, Work},
     nonfinite,
-    ranks::Round,
+    ranks::{hash, Round},
     replay::{Launch, OnGraph},
     Engine, Output, Owner, Seconds, Stage,
 };
@@ -34,13 +34,14 @@ impl Engine {
             places: self.places,
             options,
             others,
+            shards: None,
         }
     }
 
     /// One call by the traces of its task. After a step, parameters and state are the new ones, lazily; at most
     /// [`Options::in_flight`] steps are under way then. Large ones overlap within the memory that one takes alone.
     ///
-    /// `name`: that of a tensor, for an error; `ranks`: those over which a window is summed before its update.
+    /// `name`: that of a tensor, for an error; `ranks`: those over which a window is summed before its update, or that share the model.
     ///
     /// # Errors
     /// [`Error::Trace`], [`Error::Compile`], [`Error::FirstEvaluation`], [`Error::Beside`] and [`Error::Nonfinite`] leave everything
@@ -56,7 +57,10 @@ impl Engine {
     ) -> Result<Output> {
         let raises = traces.trace.recipe.options.raises();
         let output = match task {
-            Task::Gradients => return self.gradients(traces.trace, call, owner).map(Output::of),
+            Task::Gradients => {
+                let gradients = self.gradients(traces.trace, call, owner, ranks);
+                return gradients.map(Output::of);
+            }
             Task::Flush => self.flush(traces.trace, &call, owner, ranks)?,
             Task::Whole | Task::Called | Task::Batch { .. } => {
                 self.step(traces, call, name, owner, ranks)?
@@ -75,19 +79,19 @@ impl Engine {
         call: Call,
         name: &dyn Fn(usize) -> String,
         owner: &mut dyn Owner,
-        ranks: Option<Round<'_>>,
+        mut ranks: Option<Round<'_>>,
     ) -> Result<Output> {
         self.begin(owner)?;
         let options = trace.recipe.options;
         self.schedule.allow(options.in_flight);
         let beside = update.is_some().then(|| call.clone());
         let before = match (&mut update, &beside) {
-            (Some(update), Some(beside)) => self.prepare(update, beside, owner)?,
+            (Some(update), Some(beside)) => self.prepare(update, beside, owner, &mut ranks)?,
             _ => None,
         };
         let adds = trace.recipe.part.fills_window();
         let clips = trace.recipe.part == Part::Clipped;
-        let mut batch = self.run(trace, call, owner)?;
+        let mut batch = self.run(trace, call, owner, &mut ranks)?;
         self.note(&batch);
         let refused = self.refusal(&options, name, &batch, owner);
         let approved = refused.is_none() && !(clips && self.is_skipped(&batch, owner)?);
@@ -99,8 +103,8 @@ impl Engine {
         if adds && approved {
             self.window.get_or_insert_with(|| Open::new(0)).batches += 1;
         }
-        let mut ranks = ranks.filter(|_| approved && update.is_some());
-        if let Some((ranks, number)) = &mut ranks {
+        ranks = ranks.filter(|_| approved && update.is_some());
+        if let Some((ranks, number)) = ranks.as_mut().filter(|_| options.reduced) {
             self.reduce((&mut **ranks, *number), &options, owner)?;
         }
         let update = match update.zip(beside) {
@@ -174,8 +178,8 @@ impl Engine {
     ) -> Result<Output> {
         self.begin(owner)?;
         let mut ranks = ranks;
-        if let Some((ranks, number)) = &mut ranks {
-            let options = &update.recipe.options;
+        let options = &update.recipe.options;
+        if let Some((ranks, number)) = ranks.as_mut().filter(|_| options.reduced) {
             let summed = self.reduce((&mut **ranks, *number), options, owner)?;
             ranks.flushed = summed && self.has_weight(owner)?;
             if !ranks.flushed {
@@ -225,9 +229,9 @@ impl Engine {
         update: &mut Trace,
         call: Call,
         owner: &mut dyn Owner,
-        ranks: Option<Round<'_>>,
+        mut ranks: Option<Round<'_>>,
     ) -> Result<Outputs> {
-        let outputs = self.run(update, call, owner)?;
+        let outputs = self.run(update, call, owner, &mut ranks)?;
         self.window = None;
         if let Some(round) = ranks {
             self.gather(round, &update.recipe, owner)?;
@@ -242,11 +246,12 @@ impl Engine {
         update: &mut Trace,
         call: &Call,
         owner: &mut dyn Owner,
+        ranks: &mut Option<Round<'_>>,
     ) -> Result<Option<Before>> {
         if !update.is_eager() {
             if !update.evaluated.tried {
                 let call = call.of_update(update.recipe.others, &[]);
-                self.try_out(update, call, owner)?;
+                self.try_out(update, call, owner, ranks)?;
             }
             return Ok(None);
         }
@@ -260,7 +265,13 @@ impl Engine {
         }))
     }
 
-    fn run(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<Outputs> {
+    fn run(
+        &mut self,
+        trace: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+        ranks: &mut Option<Round<'_>>,
+    ) -> Result<Outputs> {
         let started = Instant::now();
         if trace.recipe.part.has_loss() {
             self.pace(trace); // with the update behind it
@@ -269,9 +280,10 @@ impl Engine {
         let (outputs, updates) = match self.replayed(trace, call) {
             Ok(launch) => {
                 self.seconds.build += started.elapsed().as_secs_f64();
+                self.begin_part(trace, ranks, owner)?;
                 self.replay(trace, launch, owner)?
             }
-            Err(call) => self.evaluate(trace, call, started, owner)?,
+            Err(call) => self.evaluate(trace, call, (started, ranks), owner)?,
         };
         if let Some(before) = metered {
             self.meter(trace, &before, outputs.skipped.clone(), owner)?;
@@ -307,7 +319,7 @@ impl Engine {
         &mut self,
         trace: &mut Trace,
         call: Call,
-        started: Instant,
+        (started, ranks): (Instant, &mut Option<Round<'_>>),
         owner: &mut dyn Owner,
     ) -> Result<(Outputs, bool)> {
         self.leave_replay(owner)?;
@@ -317,7 +329,10 @@ impl Engine {
         let known = trace.evaluated.warm && !trace.is_eager();
         self.clock
             .enter(if known { Stage::Build } else { Stage::Trace });
-        let outputs = match build(trace, &inputs) {
+        let built = build(trace, &inputs);
+        let begun =
+            built.and_then(|outputs| self.begin_part(trace, ranks, owner).map(|()| outputs));
+        let outputs = match begun {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
@@ -348,10 +363,19 @@ impl Engine {
     }
 
     // nothing changes
-    fn try_out(&mut self, trace: &mut Trace, call: Call, owner: &mut dyn Owner) -> Result<()> {
+    fn try_out(
+        &mut self,
+        trace: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+        ranks: &mut Option<Round<'_>>,
+    ) -> Result<()> {
         self.clock.enter(Stage::Trace);
         let inputs = self.take(call);
-        let outputs = match build(trace, &inputs) {
+        let built = build(trace, &inputs);
+        let begun =
+            built.and_then(|outputs| self.begin_part(trace, ranks, owner).map(|()| outputs));
+        let outputs = match begun {
             Ok(outputs) => outputs,
             Err(error) => {
                 self.put_back(inputs);
@@ -394,12 +418,31 @@ impl Engine {
         }
     }
 
+    // the row before a part that exchanges arrays with ranks that share the model: behind it, nothing but the device can fail
+    fn begin_part(
+        &self,
+        trace: &Trace,
+        ranks: &mut Option<Round<'_>>,
+        owner: &mut dyn Owner,
+    ) -> Result<()> {
+        let Some((ranks, update)) = ranks.as_mut().filter(|(ranks, _)| ranks.shards().is_some())
+        else {
+            return Ok(());
+        };
+        self.clock.enter(Stage::Collective);
+        let part = std::mem::discriminant(&trace.recipe.part);
+        let work = hash((part, trace.exchanges()));
+        let given = (&self.layout, &trace.recipe.options, work);
+        ranks.begin_part(*update, given, owner)
+    }
+
     // loss and gradients; nothing changes
     fn gradients(
         &mut self,
         trace: &mut Trace,
         call: Call,
         owner: &mut dyn Owner,
+        mut ranks: Option<Round<'_>>,
     ) -> Result<Outputs> {
         self.complete(owner)?;
         self.clock.enter(Stage::Trace);
@@ -407,6 +450,7 @@ impl Engine {
         let traced = build(trace, &inputs);
         self.put_back(inputs);
         let outputs = traced?;
+        self.begin_part(trace, &mut ranks, owner)?;
         self.clock.enter(Stage::FirstEvaluation);
         evaluate(outputs.before_update(), owner).map_err(Error::FirstEvaluation)?;
         Ok(outputs)

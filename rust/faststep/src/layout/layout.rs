@@ -91,6 +91,7 @@ pub struct Layout {
     tensors: Vec<Tensor>,
     buffers: Vec<Buffer>,
     doubles: Vec<(usize, usize)>, // buffers, of which the second one's update counts for both
+    shards: Vec<bool>, // by tensor: each rank of a group has another part of it; empty: none is
 }
 
 impl Layout {
@@ -129,6 +130,7 @@ impl Layout {
             tensors,
             buffers,
             doubles: Vec::new(),
+            shards: Vec::new(),
         }
     }
 
@@ -144,7 +146,22 @@ impl Layout {
             buffers: buffers.collect(),
             tensors,
             doubles: Vec::new(),
+            shards: Vec::new(),
         }
+    }
+
+    /// The same where some tensors are shards: those of one buffer all are, or none is.
+    #[must_use]
+    pub fn with_shards(mut self, shards: &[bool]) -> Self {
+        self.shards = shards.to_vec();
+        self
+    }
+
+    /// Return whether what is in a buffer are shards.
+    #[must_use]
+    pub fn is_shard(&self, buffer: usize) -> bool {
+        let first = self.buffers[buffer].members[0];
+        self.shards.get(first).copied().unwrap_or(false)
     }
 
     /// The same where some tensors are one: of each pair, the update of the second one counts. Each of them has a buffer

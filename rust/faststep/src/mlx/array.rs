@@ -16,9 +16,10 @@ use super::ffi::{
     faststep_array_id, faststep_array_is_filled, faststep_array_is_foreign, faststep_array_is_lazy,
     faststep_array_is_zero, faststep_array_operations, faststep_array_random_state,
     faststep_array_reads_file, faststep_array_view, faststep_arrays_ranks, faststep_arrays_recover,
-    faststep_eval_one_by_one, faststep_is_transforming, faststep_kernels, faststep_merge,
-    faststep_own_kernels, faststep_sum_rows, faststep_sum_slices, faststep_watch_free,
-    faststep_watch_is_alive, faststep_watch_new, handle, handles, made, owned, Handles, New,
+    faststep_differ_by_rank, faststep_eval_one_by_one, faststep_exchange_in_order,
+    faststep_is_transforming, faststep_kernels, faststep_merge, faststep_own_kernels,
+    faststep_sum_rows, faststep_sum_slices, faststep_watch_free, faststep_watch_is_alive,
+    faststep_watch_new, handle, handles, made, owned, Handles, New,
 };
 use super::{blas, convolution, join, kernels};
 
@@ -179,6 +180,49 @@ pub(crate) fn rewritten(arrays: &[Array]) -> Result<Vec<Array>> {
     } else {
         Ok(merged)
     }
+}
+
+/// The same lazy arrays, which exchange with other ranks one array after another, in an order that follows from the graph alone; and a
+/// number of what they exchange, 0 for nothing.
+///
+/// # Errors
+/// When there is no memory.
+pub(crate) fn exchange_in_order(arrays: &[Array]) -> Result<(Vec<Array>, u64)> {
+    let handles = handles(arrays);
+    let mut made = vec![ptr::null_mut(); arrays.len()];
+    let mut exchanges = 0;
+    // SAFETY: as in `each`; a number that is written.
+    unsafe {
+        check(faststep_exchange_in_order(
+            handles.as_ptr(),
+            handles.len(),
+            made.as_mut_ptr(),
+            &raw mut exchanges,
+        ))?;
+        let made = made.into_iter().map(|array| owned(array));
+        Ok((made.collect(), exchanges))
+    }
+}
+
+/// For each lazy array, whether it has another value on each rank, where these shards have: what is computed from one has, until the
+/// ranks are summed or gathered.
+///
+/// # Errors
+/// When there is no memory.
+pub fn differ_by_rank(arrays: &[Array], shards: &[Array]) -> Result<Vec<bool>> {
+    let (arrays, shards) = (handles(arrays), handles(shards));
+    let mut differ = vec![0; arrays.len()];
+    // SAFETY: as in `recover`; there is room for as many numbers as arrays.
+    check(unsafe {
+        faststep_differ_by_rank(
+            arrays.as_ptr(),
+            arrays.len(),
+            shards.as_ptr(),
+            shards.len(),
+            differ.as_mut_ptr(),
+        )
+    })?;
+    Ok(differ.into_iter().map(|differs| differs != 0).collect())
 }
 
 /// The same lazy arrays, of which tables of sums of rows, as the gradient of an embedding is one, are computed by one operation

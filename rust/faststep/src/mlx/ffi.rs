@@ -207,6 +207,7 @@ extern "C" {
     pub(crate) fn faststep_arrays_ranks(arrays: Handles, count: usize) -> c_int;
     pub(crate) fn faststep_group_init(group: *mut *mut c_void) -> c_int;
     pub(crate) fn faststep_group_new(group: *const c_void) -> *mut c_void;
+    pub(crate) fn faststep_group_is(group: *const c_void, other: *const c_void) -> c_int;
     pub(crate) fn faststep_group_free(group: *mut c_void);
     pub(crate) fn faststep_group_rank(group: *const c_void) -> c_int;
     pub(crate) fn faststep_group_size(group: *const c_void) -> c_int;
@@ -214,6 +215,11 @@ extern "C" {
         group: *const c_void,
         array: Handle,
         message: usize,
+        sum: *mut New,
+    ) -> c_int;
+    pub(crate) fn faststep_group_sum_in_turn(
+        group: *const c_void,
+        array: Handle,
         sum: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_group_sum_numbers(
@@ -236,6 +242,19 @@ extern "C" {
     pub(crate) fn faststep_array_random_state(draw: Handle, state: *mut New) -> c_int;
 
     pub(crate) fn faststep_merge(arrays: Handles, count: usize, merged: *mut New) -> c_int;
+    pub(crate) fn faststep_exchange_in_order(
+        arrays: Handles,
+        count: usize,
+        ordered: *mut New,
+        exchanges: *mut u64,
+    ) -> c_int;
+    pub(crate) fn faststep_differ_by_rank(
+        arrays: Handles,
+        count: usize,
+        shards: Handles,
+        shards_count: usize,
+        differ: *mut c_int,
+    ) -> c_int;
     pub(crate) fn faststep_sum_rows(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_own_kernels(
         arrays: Handles,

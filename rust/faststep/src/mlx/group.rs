@@ -6,11 +6,15 @@
 
 use std::{ffi::c_void, ptr};
 
-use mlx_rs::{error::Result, Array};
+use mlx_rs::{
+    error::{Exception, Result},
+    Array,
+};
 
 use super::ffi::{
-    check, faststep_group_free, faststep_group_init, faststep_group_new, faststep_group_rank,
-    faststep_group_size, faststep_group_sum, faststep_group_sum_numbers, handle, owned,
+    check, faststep_group_free, faststep_group_init, faststep_group_is, faststep_group_new,
+    faststep_group_rank, faststep_group_size, faststep_group_sum, faststep_group_sum_in_turn,
+    faststep_group_sum_numbers, handle, made, owned,
 };
 
 /// A group of ranks.
@@ -46,6 +50,13 @@ impl Group {
         usize::try_from(unsafe { faststep_group_rank(self.0) }).unwrap_or(0)
     }
 
+    /// Return whether another one is the same group.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        // SAFETY: both made by `of`.
+        unsafe { faststep_group_is(self.0, other.0) != 0 }
+    }
+
     /// The number of processes.
     #[must_use]
     pub fn size(&self) -> usize {
@@ -75,6 +86,16 @@ impl Group {
 }
 
 impl Group {
+    /// The sum of an array over all ranks as a loss function would compute it: on MLX's own stream for that.
+    ///
+    /// # Errors
+    /// When MLX refuses it.
+    pub fn sum_in_turn(&self, array: &Array) -> Result<Array> {
+        // SAFETY: made by `of`; an array, and a pointer that is written where there was no error.
+        let sum = made(|sum| unsafe { faststep_group_sum_in_turn(self.0, handle(array), sum) })?;
+        sum.ok_or_else(|| Exception::custom("there is no sum"))
+    }
+
     /// Sum numbers over all ranks, in their place, and wait for that; on a GPU not for what it computes meanwhile.
     ///
     /// # Errors

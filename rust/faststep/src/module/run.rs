@@ -26,7 +26,7 @@ impl<M: ModuleParameters + 'static> Step<M> {
         eval(files).map_err(Error::FirstEvaluation)?;
         self.engine.need(self.options.needs(task.accumulates()))?;
         self.find(batch, task);
-        let rounds = self.ranks.as_ref().map_or(0, Ranks::rounds);
+        let rounds = self.ranks.as_mut().map_or(0, Ranks::begin_call);
         let outcome = self.attempt(batch, task);
         if outcome.is_err() && task != Task::Gradients {
             self.tell_ranks(rounds);

@@ -18,6 +18,14 @@ const JOINED_BYTES: usize = 16 << 20;
 /// # Errors
 /// When MLX refuses an operation.
 pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Array> {
+    sum_of_squares(gradients, squares)?.sqrt()
+}
+
+/// The square of [`global_norm`].
+///
+/// # Errors
+/// When MLX refuses an operation.
+pub fn sum_of_squares(gradients: &[Array], squares: &[Option<Array>]) -> Result<Array> {
     let mut parts = Vec::new();
     let mut rest = Vec::new();
     for (index, gradient) in gradients.iter().enumerate() {
@@ -36,7 +44,7 @@ pub fn global_norm(gradients: &[Array], squares: &[Option<Array>]) -> Result<Arr
         .into_iter()
         .map(Ok)
         .reduce(|total, part| total?.add(part?));
-    total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))?.sqrt()
+    total.unwrap_or_else(|| Ok(Array::from_f32(0.0)))
 }
 
 /// What gradients and a loss give, where one kernel or task gives all of it.

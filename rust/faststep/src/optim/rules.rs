@@ -27,6 +27,7 @@ pub struct Rules {
     takes_numbers: bool, // the numbers of options are arrays
     stored: Stored,
     ranks: Option<(Vec<usize>, usize)>, // by tensor, the rank that updates it; this rank
+    shards: Vec<bool>,                  // by tensor, as a layout has them
 }
 
 /// The outputs of an update.
@@ -79,7 +80,35 @@ impl Rules {
             takes_numbers: false,
             stored: Stored::default(),
             ranks: None,
+            shards: Vec::new(),
         }
+    }
+
+    /// Update tensors of which some are shards: each rank of a group has another part of them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where a rule computes with a whole one: the message names it.
+    pub fn of_shards(
+        mut self,
+        shards: Vec<bool>,
+        tensors: &[Tensor],
+    ) -> crate::error::Result<Self> {
+        let mut all = self.of.iter().zip(tensors).zip(&shards);
+        let whole = all.find(|((&rule, tensor), &shard)| {
+            shard && !self.rules[rule].is_elementwise(&tensor.shape)
+        });
+        if let Some(((&rule, tensor), _)) = whole {
+            return Err(Error::Invalid(format!(
+                "the model is sharded: expected an optimizer that updates element by element, got {}, which computes with the whole of \
+                 a parameter, for one of which this rank has a part, of shape {:?}. Take AdamW, or a MultiOptimizer that has {} for \
+                 parameters that are no shards",
+                self.rules[rule].class(),
+                tensor.shape,
+                self.rules[rule].class(),
+            )));
+        }
+        self.shards = shards;
+        Ok(self)
     }
 
     /// Update the tensors of one rank alone, and keep no moments of the others. `owners`: for each tensor, the rank that updates it.
@@ -232,12 +261,21 @@ impl Rules {
             let stacked = !self.rules[rule].is_elementwise(&tensor.shape);
             let shape = stacked.then_some(&tensor.shape);
             let owner = self.ranks.as_ref().and_then(|(owners, _)| owners.get(at));
-            let group = (rule, self.block(tensor), shape, double.then_some(at), owner);
+            let shard = self.shards.get(at);
+            let group = (
+                rule,
+                self.block(tensor),
+                shape,
+                double.then_some(at),
+                owner,
+                shard,
+            );
             let next = groups.len();
             *groups.entry(group).or_insert(next)
         });
         let keys: Vec<_> = keys.collect();
-        Layout::flat(tensors, &keys).with_doubles(doubles)
+        let layout = Layout::flat(tensors, &keys).with_doubles(doubles);
+        layout.with_shards(&self.shards)
     }
 
     /// Others in place of these; `None` where they keep another state, or update other tensors.
@@ -247,6 +285,7 @@ impl Rules {
         let same = self.of == new.of
             && self.stored == new.stored
             && self.ranks == new.ranks
+            && self.shards == new.shards
             && self.rules.iter().map(kind).eq(new.rules.iter().map(kind))
             && self.moments(tensors).eq(new.moments(tensors));
         same.then_some(new)

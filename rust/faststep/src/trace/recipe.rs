@@ -4,7 +4,7 @@ use std::rc::Rc;
 use super::options::Options;
 use crate::{
     layout::{aux_state::Places, Layout},
-    mlx::join,
+    mlx::{group::Group, join},
     optim::Rules,
 };
 
@@ -72,6 +72,8 @@ pub struct Recipe {
     pub options: Options,
     /// The number of other arrays: of the model, and what the loss reaches beside it.
     pub others: usize,
+    /// The ranks that share the model, where some of its tensors are shards.
+    pub shards: Option<Rc<Group>>,
 }
 
 impl Recipe {

@@ -47,6 +47,7 @@ pub struct Trace {
     counts: Rc<RefCell<OutputCounts>>,
     pub(crate) recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
+    exchanges: Rc<Cell<u64>>, // a number of what a body over shards exchanges with other ranks
     error: Rc<RefCell<Option<Error>>>, // the body's own, which MLX's compilation loses
     compiled: Compiled,
     eager: bool,
@@ -86,10 +87,11 @@ impl Trace {
         let recipe = Rc::new(recipe);
         let counts = Rc::new(RefCell::new(OutputCounts::default()));
         let traced = Rc::new(Cell::new(0));
+        let exchanges = Rc::new(Cell::new(0));
         let error = Rc::new(RefCell::new(None));
         let body = {
             let (recipe, counts, traced) = (recipe.clone(), counts.clone(), traced.clone());
-            let error = error.clone();
+            let (exchanges, error) = (exchanges.clone(), error.clone());
             let update = (compiled == Compiled::Update).then(CompiledUpdate::default);
             move |inputs: &[Array]| -> MlxResult<Vec<Array>> {
                 traced.set(inputs.first().map_or(0, array::id));
@@ -105,11 +107,18 @@ impl Trace {
                 let (values, made) = made.map_err(note(Error::Trace))?.flatten();
                 quantized::rewrite(inputs, &values).map_err(note(Error::Compile))?;
                 counts.replace(made);
-                if whole {
-                    array::rewritten(&values).map_err(note(Error::Compile))
+                let values = if whole {
+                    array::rewritten(&values).map_err(note(Error::Compile))?
                 } else {
-                    Ok(values)
+                    values
+                };
+                if recipe.shards.is_none() {
+                    return Ok(values);
                 }
+                let (values, number) =
+                    array::exchange_in_order(&values).map_err(note(Error::Trace))?;
+                exchanges.set(number);
+                Ok(values)
             }
         };
         let function: Function = if whole {
@@ -122,6 +131,7 @@ impl Trace {
             counts,
             recipe,
             traced,
+            exchanges,
             error,
             compiled,
             eager: !whole,
@@ -171,6 +181,11 @@ impl Trace {
     /// been called.
     pub(crate) fn written(&self) -> (Vec<usize>, bool) {
         self.counts.borrow().written()
+    }
+
+    // a number of what its last call exchanges with other ranks, where it is one over shards
+    pub(crate) fn exchanges(&self) -> u64 {
+        self.exchanges.get()
     }
 
     // whether its last call had new parameters among its outputs

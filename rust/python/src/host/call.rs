@@ -1,7 +1,10 @@
 //! One call of the loss with tracers: what it returned, the graph that came of it, and the arrays that the graph ends in.
 use std::rc::Rc;
 
-use faststep::engine::{array::id, called, Differentiated, Role, Roots, Tensor, Tracers};
+use faststep::engine::{
+    array::{self, id},
+    called, Differentiated, Role, Roots, Tensor, Tracers,
+};
 use mlx_rs::{error::Result as MlxResult, Array, Dtype};
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
@@ -17,7 +20,7 @@ use super::{
 };
 use crate::{
     mlx::{bridge, classes::has_own_methods, errors::mlx},
-    store::{ModelSignature, Moved},
+    store::{ModelSignature, Moved, Shards},
     tree::{paths::dotted, rebuild::rebuild, slot::Slot},
 };
 
@@ -96,6 +99,8 @@ pub struct LossInputs<'a, 'py> {
     pub weighted: bool,
     /// True if it is computed in another dtype than the parameters'.
     pub mixed: bool,
+    /// The shards of a model that other ranks share.
+    pub shards: Option<&'a Shards>,
 }
 
 /// An array of the model that the loss has put there in another shape or dtype: its place, and the object before.
@@ -168,6 +173,12 @@ impl<'py> Called<'py> {
         let py = inputs.model.py();
         let (result, assigned, moved) = call_loss(inputs, &given)?;
         let reads = given.tracers.are_read();
+        if reads && inputs.shards.is_some() {
+            return Err(PyValueError::new_err(
+                "the model is sharded: expected a loss that reads no values (item(), float(), NumPy), for which it would exchange \
+                 arrays with the other ranks out of turn: return them beside the loss, and read them behind the step",
+            ));
+        }
         let (mut form, mut roots) = read(inputs, &given, &result)?;
         let reshaped = note_assigned(
             inputs,
@@ -271,6 +282,9 @@ impl<'py> Called<'py> {
         let put_back = lent.take_back(None);
         put_back?;
         self.gradients = made.map_err(mlx)?;
+        if let Some(shards) = inputs.shards.filter(|shards| shards.same_batch) {
+            self.check_replicas(inputs, shards)?;
+        }
         let now = key_of(inputs)?;
         if id(&now) != id(&before) {
             // a backward pass has drawn
@@ -281,6 +295,39 @@ impl<'py> Called<'py> {
             self.roots.arrays.push(now);
         }
         Ok(())
+    }
+
+    // refuse a loss, and gradients of replicas, that are not the same on all ranks
+    fn check_replicas(&self, inputs: &LossInputs<'_, 'py>, shards: &Shards) -> PyResult<()> {
+        let (mut leaves, mut names) = (Vec::new(), vec![String::new(); self.gradients.len()]);
+        for (role, path) in inputs.roles {
+            let name = dotted(path);
+            let is_shard = shards.names.contains(&name);
+            if is_shard {
+                leaves.push(self.given.of_role(*role).clone());
+            }
+            if let Role::Parameter(at) = role {
+                names[*at] = if is_shard { String::new() } else { name };
+            }
+        }
+        let loss = self.roots.arrays.first();
+        let all: Vec<Array> = loss.into_iter().chain(&self.gradients).cloned().collect();
+        let differ = array::differ_by_rank(&all, &leaves).map_err(mlx)?;
+        if differ.first() == Some(&true) {
+            return Err(PyValueError::new_err(
+                "the model is sharded: expected a loss that is the same on all ranks, got one that is computed from this rank's part \
+                 alone: end in a layer that is sharded-to-all, or sum over the ranks with mx.distributed.all_sum",
+            ));
+        }
+        let mut differ = names.iter().zip(differ.iter().skip(1));
+        let Some((name, _)) = differ.find(|(name, differs)| **differs && !name.is_empty()) else {
+            return Ok(());
+        };
+        Err(PyValueError::new_err(format!(
+            "the model is sharded: expected gradients of {name} that are the same on all ranks, as it is on all of them itself, got \
+             those of this rank's part alone, since shards are computed with it: freeze it, or use \
+             nn.layers.distributed.sum_gradients(group)(...) of it there, whose gradient is the sum over the ranks",
+        )))
     }
 
     /// Loss and gradients as this call has given them.

@@ -62,7 +62,7 @@ impl Inner {
                 Task::of(accumulate, store.batches(), self.options.reduced)
             }
         };
-        let rounds = self.ranks.as_ref().map_or(0, Ranks::rounds);
+        let rounds = self.begin_rounds();
         let (done, batch) = match self.take(shared, &mut user, task) {
             Ok(done) => done,
             Err(error) => return Err(self.failed(py, shared, rounds, error)),
@@ -85,10 +85,17 @@ impl Inner {
         Ok(taken)
     }
 
+    // the number of rounds before a call, which has one until its parts are known
+    fn begin_rounds(&mut self) -> usize {
+        self.awaited = 1;
+        self.ranks.as_mut().map_or(0, Ranks::begin_call)
+    }
+
     // the error of a call, behind the round in which other ranks hear of it
     fn failed(&mut self, py: Python<'_>, shared: &Shared, rounds: usize, error: PyErr) -> PyErr {
         let update = self.updates + 1;
-        let Some(ranks) = self.ranks.as_mut().filter(|it| it.rounds() == rounds) else {
+        let awaited = rounds + self.awaited;
+        let Some(ranks) = self.ranks.as_mut().filter(|it| it.rounds() < awaited) else {
             return error;
         };
         shared.clock.enter(Stage::Collective);
@@ -322,6 +329,7 @@ impl Inner {
             is_step: purpose != Purpose::Plan,
             weighted: self.options.weighted,
             mixed: self.options.compute_dtype.is_some(),
+            shards: self.shards.as_deref(),
         };
         let graphs = (purpose != Purpose::Plain).then_some(&mut self.graphs);
         let called = Called::make(&inputs, given, graphs);
@@ -442,7 +450,15 @@ impl Inner {
         mut user: Arguments<'py>,
     ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
         let py = user.py();
-        let (done, _) = self.take(shared, &mut user, Task::Gradients)?;
+        let rounds = self.begin_rounds();
+        let taken = self.take(shared, &mut user, Task::Gradients);
+        let (done, _) = match taken {
+            // of replicas, the caller tells the others
+            Err(error) if self.shards.is_some() => {
+                return Err(self.failed(py, shared, rounds, error))
+            }
+            taken => taken?,
+        };
         let returned = self.returned(py, &done)?;
         let trainable = shared.enter()?.signature()?.trainable.bind(py).clone();
         let tree = fill(&trainable, done.output.batch.gradients.iter())?;

@@ -213,7 +213,8 @@ impl Inner {
             (_, Some(graph)) => store.others.len() + graph.leaves(),
             (_, None) => store.others.len(),
         };
-        let recipe = engine.recipe(key.part.clone(), *self.options, others);
+        let mut recipe = engine.recipe(key.part.clone(), *self.options, others);
+        recipe.shards.clone_from(&self.shared_by);
         let trace = Trace::new(recipe, self.host.clone(), compiled);
         let max_traces = self.options.max_traces;
         self.traces

@@ -80,6 +80,10 @@ impl Inner {
         let signature = store.signature()?;
         let name = |tensor: usize| dotted(signature.path(tensor));
         let given = (prepared, batch, &mut *way);
+        if self.shards.is_some() {
+            let rule = store.rule.as_ref();
+            self.awaited = rule.map_or(1, |rule| task.parts(rule).len());
+        }
         let (mut ranks, update) = (self.ranks.take(), self.updates + 1);
         let output = self.evaluate(
             store,

@@ -139,6 +139,7 @@ impl Inner {
         let transforms = self.own_updates.transform.is_some();
         store.set_own_update(user.py(), takes_state, transforms)?;
         store.set_shared_out(user.py(), self.shared_out.as_ref())?;
+        store.set_shards(user.py(), self.shards.as_ref())?;
         let prepared = take(store, &user.model, &user.optimizer, self.needs(task))?;
         store.give_max_norm(self.options.max_grad_norm);
         let own = &mut self.own_updates;

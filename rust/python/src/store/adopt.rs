@@ -101,7 +101,11 @@ impl Store {
             )));
         } else {
             self.rule = Some(Rule::Host);
-            let layout = Layout::separate(signature.tensors());
+            let mut layout = Layout::separate(signature.tensors());
+            if let Some(shards) = &self.shards {
+                self.rules(optimizer, || Ok(trainable.clone()))?; // which refuses some
+                layout = layout.with_shards(&shards.of_tensors(&signature));
+            }
             if self.mixed {
                 widen(&Tree::slots(optimizer)?)?;
             }
@@ -177,6 +181,10 @@ impl Store {
             return Ok(None);
         };
         let rules = rules.stored(self.stored, &signature.tensors());
+        let rules = rules.and_then(|rules| match &self.shards {
+            Some(shards) => rules.of_shards(shards.of_tensors(&signature), &signature.tensors()),
+            None => Ok(rules),
+        });
         let rules = rules.map_err(|error| to_python(&error))?;
         Ok(Some(match &self.shared_out {
             Some(shared) => rules.shared_out(shared.owners(&signature)?, shared.rank),

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "cpu/float_mode.hpp"
+#include "exchanges.hpp"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/scheduler.h"
@@ -21,8 +21,7 @@ namespace {
 
 // Whether primitives of that name read a file, or wait for other processes.
 bool waits_for_others(std::string_view name) {
-  constexpr std::string_view kinds[] = {"Load", "AllReduce", "AllGather", "Send", "Recv", "ReduceScatter"};
-  return std::any_of(std::begin(kinds), std::end(kinds), [&](auto kind) { return name.ends_with(kind); });
+  return name.ends_with("Load") || exchanges(name);
 }
 
 // How the worker of a stream computes.

@@ -162,7 +162,8 @@ impl Body<'_> {
             return Ok(());
         }
         let ranks = array::ranks(values.iter().chain(gradients));
-        if ranks == 1 {
+        let sharing = recipe.shards.as_ref().map_or(1, |group| group.size());
+        if ranks == 1 || usize::try_from(ranks) == Ok(sharing) {
             return Ok(());
         }
         Err(Exception::custom(format!(
@@ -200,15 +201,69 @@ impl Body<'_> {
         gradients: &[Array],
         packed: &Packed,
         clips: bool,
+        averaged: bool,
     ) -> Result<Option<Array>> {
         if !clips && self.recipe.options.guard().is_none() {
             return Ok(None);
         }
         let Some([scale, _]) = self.scale(inputs) else {
-            return clip::global_norm(gradients, &packed.squares).map(Some);
+            return self.norm_of(gradients, &packed.squares, averaged).map(Some);
         };
-        let norm = clip::global_norm(&packed.buffers, &packed.squares)?;
+        let norm = self.norm_of(&packed.buffers, &packed.squares, averaged)?;
         norm.divide(scale).map(Some)
+    }
+
+    // the norm of gradients by buffer: of shards, those of all ranks; of replicas, unless they are `averaged` already, a number that is
+    // finite where those of all ranks are
+    pub(super) fn norm_of(
+        &self,
+        gradients: &[Array],
+        squares: &[Option<Array>],
+        averaged: bool,
+    ) -> Result<Array> {
+        let Some(group) = &self.recipe.shards else {
+            return clip::global_norm(gradients, squares);
+        };
+        let sum = |shards: bool| {
+            let (mut some, mut theirs) = (Vec::new(), Vec::new());
+            for (buffer, gradient) in gradients.iter().enumerate() {
+                if (!averaged || self.recipe.layout.is_shard(buffer)) == shards {
+                    some.push(gradient.clone());
+                    theirs.push(squares.get(buffer).cloned().flatten());
+                }
+            }
+            clip::sum_of_squares(&some, &theirs)
+        };
+        sum(false)?.add(group.sum_in_turn(&sum(true)?)?)?.sqrt()
+    }
+
+    // gradients by buffer, of which those of replicas are averaged over the ranks that share the model: each has the same bits then
+    pub(super) fn averaged(&self, gradients: &mut [Array]) -> Result<()> {
+        let Some(group) = &self.recipe.shards else {
+            return Ok(());
+        };
+        #[allow(clippy::cast_precision_loss)] // a few ranks
+        let share = Array::from_f32(1.0 / group.size() as f32);
+        for (buffer, gradient) in gradients.iter_mut().enumerate() {
+            if !self.recipe.layout.is_shard(buffer) {
+                let wide = gradient.as_dtype(precision::wide(gradient.dtype()))?;
+                let mean = group.sum_in_turn(&wide)?.multiply(&share)?;
+                *gradient = mean.as_dtype(gradient.dtype())?;
+            }
+        }
+        Ok(())
+    }
+
+    // a loss by which all ranks that share the model decide alike
+    pub(super) fn loss_of_all(&self, loss: &Array) -> Result<Array> {
+        match &self.recipe.shards {
+            #[allow(clippy::cast_precision_loss)] // a few ranks
+            Some(group) => {
+                let sum = group.sum_in_turn(&loss.as_dtype(Dtype::Float32)?)?;
+                sum.multiply(Array::from_f32(1.0 / group.size() as f32))
+            }
+            None => Ok(loss.clone()),
+        }
     }
 }
 

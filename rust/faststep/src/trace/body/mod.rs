@@ -132,7 +132,7 @@ impl<'a> Body<'a> {
         let mut outputs = made.outputs;
         let max_norm = self.recipe.options.max_grad_norm;
         let joint = max_norm.is_some() || self.recipe.options.guard().is_some();
-        let packed = pack::gradients(&self.recipe.layout, &made.gradients, joint)?;
+        let packed = self.packed(&made.gradients, joint)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
         let weight = made.weight.as_ref();
         let checked = self.checked(inputs, &outputs, &packed, &gradients)?;
@@ -148,7 +148,7 @@ impl<'a> Body<'a> {
             let factor = max_norm.map(|_| checked.factor);
             (Some(checked.norm), factor, good.transpose()?)
         } else {
-            let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some())?;
+            let norm = self.norm(inputs, &gradients, &packed, max_norm.is_some(), true)?;
             let scale = norm.as_ref().zip(self.max_norm(inputs)?);
             let scale = scale.map(|(norm, max_norm)| clip::scale(norm, &max_norm));
             let good = self.good(&outputs, norm.as_ref(), weight)?;
@@ -169,6 +169,16 @@ impl<'a> Body<'a> {
             good,
         };
         Ok((outputs, batch))
+    }
+
+    // gradients by buffer, those of replicas as all ranks have them
+    fn packed(&self, gradients: &[Array], joint: bool) -> Result<Packed> {
+        let mut packed = pack::gradients(&self.recipe.layout, gradients, joint)?;
+        if self.recipe.shards.is_some() {
+            self.averaged(&mut packed.buffers)?;
+            packed.squares.fill(None); // of what has been averaged they are others
+        }
+        Ok(packed)
     }
 
     // the norm to which gradients are clipped: an input where it is another at each step
@@ -196,7 +206,12 @@ impl<'a> Body<'a> {
         let is_needed = clips.is_some() || guard.is_some();
         let is_input = clips.is_some() && self.recipe.places.max_norm.is_some();
         match &outputs.loss {
-            Some(loss) if is_needed && !is_input && self.scale(inputs).is_none() => {
+            Some(loss)
+                if is_needed
+                    && !is_input
+                    && self.scale(inputs).is_none()
+                    && self.recipe.shards.is_none() =>
+            {
                 let limit = guard.unwrap_or_default().limit();
                 clip::checked(gradients, &packed.squares, loss, clips, limit)
             }
@@ -215,7 +230,7 @@ impl<'a> Body<'a> {
         else {
             return Ok(None);
         };
-        let good = guard.good(loss, norm)?;
+        let good = guard.good(&self.loss_of_all(loss)?, norm)?;
         match weight {
             Some(weight) => Guard::any(&good, weight).map(Some),
             None => Ok(Some(good)),

@@ -26,7 +26,7 @@ impl Body<'_> {
         let joint = self.recipe.options.guard().is_some();
         let packed = pack::gradients(&self.recipe.layout, &made.gradients, joint)?;
         let gradients = self.wide(inputs, &packed.buffers)?;
-        let norm = self.norm(inputs, &gradients, &packed, false)?;
+        let norm = self.norm(inputs, &gradients, &packed, false, false)?;
         let mut good = self.good(&outputs, norm.as_ref(), None)?;
         if let (Some(yes), Some(weight)) = (&good, &made.weight) {
             good = Some(Guard::and_weight(yes, weight)?);
@@ -81,12 +81,13 @@ impl Body<'_> {
     pub(super) fn update_by_window(&self, inputs: &Inputs, rule: &Rule) -> Result<Outputs> {
         let (first, total) = self.window(inputs)?;
         let layout = &self.recipe.layout;
-        let sums = &inputs.state[first..first + layout.len()];
+        let mut sums = inputs.state[first..first + layout.len()].to_vec();
+        self.averaged(&mut sums)?;
         let share = Array::from_f32(1.0).divide(total)?;
         let mut outputs = Outputs::default();
         let mut factor = share.clone();
         if self.recipe.options.max_grad_norm.is_some() || self.recipe.options.guard().is_some() {
-            let norm = clip::global_norm(sums, &[])?.multiply(&share)?;
+            let norm = self.norm_of(&sums, &[], true)?.multiply(&share)?;
             if let Some(max_norm) = self.max_norm(inputs)? {
                 factor = factor.multiply(clip::scale(&norm, &max_norm)?)?;
             }
@@ -109,7 +110,7 @@ impl Body<'_> {
             // with a guard, all batches of the window may have been skipped
             _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
         };
-        let mut gradients = clip::by(sums, &factor)?;
+        let mut gradients = clip::by(&sums, &factor)?;
         if self.recipe.options.compute_dtype.is_none() {
             let shown = gradients.iter().enumerate();
             gradients = shown
