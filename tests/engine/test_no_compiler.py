@@ -62,7 +62,8 @@ for row in [{rows}]:
     wanted = run(row, reference, plain_step(*reference, row.case.loss_fn, **row.options), 8)
     step = Step(*ours, row.case.loss_fn, **row.options, replay=True)
     assert_close(run(row, ours, taking(step), 8), wanted, max(2e-5, row.case.tolerance))
-    assert step.stats.mode == ("called" if row.model == "decorated" else "native"), (row, step.stats.mode, step.stats.reason)
+    wanted_mode = "called" if row.model == "decorated" else "native"
+    assert step.stats.mode == wanted_mode, (row, step.stats.mode, step.stats.reason)
     assert is_captured(step), (row, replayed(step))
     assert "there is no compiler" in replayed(step)[0]
 assert _core.compiled_kernels() == 0
@@ -78,7 +79,7 @@ def test_each_operation_has_its_bits(child: Child, bare: dict[str, str]) -> None
     assert done.stdout == ""
 
 
-# What blocks have no loop for is computed operation by operation, in a step too, where some results outlive their kernel.
+# What blocks have no loop for is computed operation by operation, in a captured step too.
 USERS = """
 import faststep
 import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim

@@ -157,7 +157,7 @@ impl Inner {
         warn(py, &message)
     }
 
-    // where MLX has found no g++ it silently compiles nothing for the CPU
+    // without a g++ that MLX knows of it silently compiles nothing for the CPU
     pub(super) fn check_compiler(&mut self, py: Python<'_>) -> PyResult<()> {
         if !self.options.compile || std::mem::replace(&mut self.checked, true) {
             return Ok(());
