@@ -25,7 +25,6 @@ Driver load_driver() {
 #define FIND(name) find(all.name, #name)
   FIND(cuCtxGetCurrent);
   FIND(cuCtxSetCurrent);
-  FIND(cuCtxGetStreamPriorityRange);
   FIND(cuEventCreate);
   find(all.cuEventDestroy, "cuEventDestroy_v2");
   FIND(cuEventElapsedTime);
@@ -53,8 +52,6 @@ Driver load_driver() {
   FIND(cuMemHostAlloc);
   FIND(cuMemcpyAsync);
   FIND(cuMemsetD8Async);
-  FIND(cuStreamCreateWithPriority);
-  find(all.cuStreamDestroy, "cuStreamDestroy_v2");
   FIND(cuStreamSynchronize);
   FIND(cuStreamWaitEvent);
 #undef FIND

@@ -38,7 +38,6 @@ inline constexpr int fill_node = 2, child_node = 4;
 struct Driver {
   CUresult (*cuCtxGetCurrent)(CUcontext*);
   CUresult (*cuCtxSetCurrent)(CUcontext);
-  CUresult (*cuCtxGetStreamPriorityRange)(int*, int*);
   CUresult (*cuEventCreate)(CUevent*, unsigned flags);
   CUresult (*cuEventDestroy)(CUevent);
   CUresult (*cuEventElapsedTime)(float* milliseconds, CUevent from, CUevent to);
@@ -66,8 +65,6 @@ struct Driver {
   CUresult (*cuMemHostAlloc)(void**, size_t, unsigned flags);
   CUresult (*cuMemcpyAsync)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
   CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char, size_t, CUstream);
-  CUresult (*cuStreamCreateWithPriority)(CUstream*, unsigned flags, int priority);
-  CUresult (*cuStreamDestroy)(CUstream);
   CUresult (*cuStreamSynchronize)(CUstream);
   CUresult (*cuStreamWaitEvent)(CUstream, CUevent, unsigned flags);
 };

@@ -37,20 +37,6 @@ struct Numbers {
   CUevent summed = nullptr;
 };
 
-// A stream that goes before others: MLX's share queues of the device with the branches of a graph, behind which they would wait.
-mx::Stream urgent_stream() {
-  constexpr unsigned non_blocking = 1; // CU_STREAM_NON_BLOCKING
-  auto stream = mx::new_stream(mx::Device::gpu);
-  auto& encoder = encoder_of(stream);
-  int least = 0, greatest = 0;
-  check(driver().cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  CUstream queue = nullptr;
-  check(driver().cuStreamCreateWithPriority(&queue, non_blocking, greatest), "cuStreamCreateWithPriority");
-  std::swap(encoder.stream().handle_, queue);
-  check(driver().cuStreamDestroy(queue), "cuStreamDestroy");
-  return stream;
-}
-
 } // namespace
 
 mx::Stream communication_stream(const mx::distributed::Group& group) {
@@ -58,7 +44,7 @@ mx::Stream communication_stream(const mx::distributed::Group& group) {
   if (own.device == mx::Device::cpu) {
     return own;
   }
-  thread_local const auto beside = urgent_stream();
+  thread_local const auto beside = mx::new_stream(mx::Device::gpu);
   return beside;
 }
 
