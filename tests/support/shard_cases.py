@@ -183,14 +183,14 @@ class Same:
 CASES |= {
     "plain": Same(rules={"nonfinite": "allow"}),
     "clipped": Same(rules={"max_grad_norm": 0.5}),
-    "without_a_group": Same(rules={"max_grad_norm": 0.5}, group=None),
-    "value_clipped": Same(rules={"max_grad_norm": 0.5, "max_grad_value": 0.01}),
+    "without_a_group": Same(rules={"max_grad_norm": 0.5}, group=None, steps=6),
+    "value_clipped": Same(rules={"max_grad_norm": 0.5, "max_grad_value": 0.01}, steps=6),
     "window": Same(rules={"max_grad_norm": 0.5}, accumulate=3),
     "skips": Same(spoiled),
-    "recomputed": Same(loss=recomputing, rules={"max_grad_norm": 0.5}),
+    "recomputed": Same(loss=recomputing, rules={"max_grad_norm": 0.5}, steps=6),
     "limit": Same(rules={"max_loss": 3.6}),
     "average": Same(rules={"ema_decay": 0.5}),
-    "uncompiled": Same(rules={"max_grad_norm": 0.5}, options={"compile": False}),
+    "uncompiled": Same(rules={"max_grad_norm": 0.5}, options={"compile": False}, steps=6),
     "replayed": Same(rules={"max_grad_norm": 0.5}, options={"replay": "auto"}, accumulate=2, steps=24),
     "transformed": Same(
         rules={"max_grad_norm": 0.5},

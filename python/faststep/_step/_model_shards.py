@@ -88,7 +88,7 @@ class ModelShards:
             elif not isinstance(module, nn.FullyShardedModule) or group is None:
                 continue  # nn.fully_shard does not tell its group
             cuts |= {f"{path}.{name}" if path else name: cut for name, cut in _cuts(module)}
-        if group is None or group.size() == 1 or not cuts:
+        if not cuts or group is None or group.size() == 1:
             return None
         if linear and any(isinstance(module, nn.FullyShardedModule) for module in model.modules()):
             raise ValueError(
