@@ -45,7 +45,8 @@ pub enum Compiled {
 pub struct Trace {
     function: Function,
     counts: Rc<RefCell<OutputCounts>>,
-    pub(crate) recipe: Rc<Recipe>,
+    /// The computation.
+    pub recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     error: Rc<RefCell<Option<Error>>>, // the body's own, which MLX's compilation loses
     compiled: Compiled,
@@ -171,6 +172,11 @@ impl Trace {
     /// been called.
     pub(crate) fn written(&self) -> (Vec<usize>, bool) {
         self.counts.borrow().written()
+    }
+
+    // the arrays of the state that it writes
+    pub(crate) fn written_state(&self) -> Vec<usize> {
+        self.counts.borrow().written_state()
     }
 
     // whether its last call had new parameters among its outputs
