@@ -40,7 +40,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml rust-toolchain.toml \
 WORKERS ?= 2
 
 # What `make bench` measures: programs in benches.
-PARTS ?= step optimizers clients reach varying matmul threads quantized scaling runs replay rust trainer loader checkpoints mlx_lm_trainer
+PARTS ?= step optimizers own_optimizers clients reach varying matmul threads quantized scaling runs replay rust trainer loader checkpoints mlx_lm_trainer
 
 # What `make coverage` runs: the tests that reach Python code; the others compare the native step's numbers.
 COVERED ?= python README.md docs/training.md tests/trainer tests/checkpoints tests/data tests/doctor tests/llm tests/recipes \

@@ -21,6 +21,7 @@ from report_step import (
     CLIENTS,
     MATMUL,
     OPTIMIZERS,
+    OWN_OPTIMIZERS,
     QUANTIZED,
     REACH,
     STEP,
@@ -61,6 +62,7 @@ class Section(NamedTuple):
 SECTIONS = {
     "step": Section("The training step", STEP, step),
     "optimizers": Section("Each optimizer", OPTIMIZERS, optimizers),
+    "own_optimizers": Section("Optimizers of one's own", OWN_OPTIMIZERS, optimizers),
     "clients": Section("Whole programs", CLIENTS, clients),
     "reach": Section("Losses with many objects in their closure", REACH, reach),
     "varying": Section("A number that changes at every step", VARYING, varying),

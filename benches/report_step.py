@@ -24,6 +24,11 @@ in another process (`FASTSTEP_KERNELS=0`), in the same rounds.
 OPTIMIZERS = """The [same step](step.md) with each of MLX's optimizers, at their defaults: SGD with momentum 0.9;
 Muon for the matrices between embeddings and output, with AdamW for the rest.
 """
+OWN_OPTIMIZERS = """The [same step](step.md) with optimizers of one's own whose `update` has to be called each time:
+AdamW that counts its updates in Python, descent with momentum whose rate is a number in Python, Lion that appends to a
+list. `mx.compile` of the whole step calls none of them again: counts and rates stay as they were at the first step. The
+other way compiles loss and clipped gradients, and calls the update behind them.
+"""
 CLIENTS = """Small whole programs, modelled on published ones (`tests/support/programs`): agents, adversaries,
 teachers, language models, graphs. `original` is the way in which the published program takes its steps, with
 `mx.compile` or without. The time is that of a round: a step of every model, and what the program does between the

@@ -34,6 +34,7 @@ NEED = (
     "step/test_replay_failures.py",
     "step/test_replay_held.py",
     "step/test_replay_memory.py",
+    "step/test_replay_updates.py",
     "step/test_align.py",
     "engine/test_rewrites.py",
     "step/test_profile.py",

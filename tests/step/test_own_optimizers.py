@@ -303,7 +303,7 @@ def test_an_error_in_an_update_changes_no_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["counting", "attribute", "containers", "wrapped", "several"])
-def test_loss_and_gradients_are_captured_where_the_update_is_called(name: str) -> None:
+def test_loss_and_gradients_are_captured_where_the_update_is_called_and_so_is_the_update(name: str) -> None:
     make: Make = (OWN | KEEPING)[name]
     ends = []
     for replay in (False, True):
@@ -314,7 +314,10 @@ def test_loss_and_gradients_are_captured_where_the_update_is_called(name: str) -
             out = step(x * float("nan") if number in (4, 8) else x, y)  # a bad batch calls no update
             assert bool(out.skipped) == (number in (4, 8))
         assert (step.stats.mode, step.stats.skipped) == ("called", 2)
-        assert [str(trace.replay).startswith("captured") for trace in step.stats.traces] == [replay]
+        captured = {
+            "update" in trace.cause: str(trace.replay).startswith("captured") for trace in step.stats.traces
+        }  # of the last ones
+        assert captured == {False: replay, True: replay and name in ("counting", "attribute", "wrapped", "several")}
         ends.append(arrays(model, optimizer))
     same(*ends)
 

@@ -64,11 +64,11 @@ class Stats:
             why there is none (None where `Step` was told not to replay).
         traced: The number of all traces that were made.
         seconds: Where the time of all calls went. "look": at what the user has changed. "call": the
-            loss. "trace": calls that made a
-            trace, all of them. "build": replaying traces. "evaluate": handing the work to MLX, which on a CPU does most
-            of it then, and on a GPU holds a large step back until the last one has let go of its memory. "wait": for
-            steps in flight. "show": giving the results to the user's objects. With a `group` "ranks": exchanging sums,
-            and waiting for other ranks, which the others have not.
+            loss. "trace": calls that made a trace, all of them. "build": replaying traces, and calls of an optimizer
+            of one's own. "evaluate": handing the work to MLX, which on a CPU does most of it then, and on a GPU holds a
+            large step back until the last one has let go of its memory. "wait": for steps in flight. "show":
+            giving the results to the user's objects. With a `group` "ranks": exchanging sums, and waiting for other
+            ranks, which the others have not.
         bytes: What is held. "parameters", "optimizer": its state. "step": masters, average and window. "model": the
             model's other arrays. "replay": captures, and the static arrays that they read and write.
         unchanged: The share, from 0 to 1, of weights that an update rounded to no change: of up to 128 spread over each

@@ -25,7 +25,7 @@ pub use arguments::LentArguments;
 pub use call::{Called, Graphs, LossInputs};
 pub use given::Given;
 pub use graph::{KnownGraph, Template};
-pub use update::{LeftOutUpdate, Observed, Update, Updates};
+pub use update::{CalledUpdate, LeftOutUpdate, Observed, Update, UpdateWay, Updates};
 
 use crate::{
     mlx::{bridge, gil::Waiting},
@@ -46,8 +46,8 @@ pub enum Loss {
 pub struct Current {
     /// Loss and gradients.
     pub loss: Loss,
-    /// The update by an optimizer of the user's own.
-    pub update: Update,
+    /// The way of the update by an optimizer of the user's own.
+    pub update: UpdateWay,
     /// The user's optimizer.
     pub optimizer: Py<PyAny>,
     /// An error of the user's code.
@@ -77,6 +77,18 @@ impl PythonHost {
                 Exception::custom("the user's code raised")
             })
         })
+    }
+}
+
+impl PythonHost {
+    /// Call the optimizer.
+    pub fn call_update<'py>(
+        &self,
+        update: &mut Update,
+        optimizer: &Bound<'py, PyAny>,
+        call: &UpdateCall,
+    ) -> PyResult<CalledUpdate<'py>> {
+        update.call(optimizer, call, &mut self.updates.borrow_mut())
     }
 }
 
@@ -120,7 +132,7 @@ impl Host for PythonHost {
         let mut known = self.updates.borrow_mut();
         self.run(|py, current| {
             let optimizer = current.optimizer.bind(py);
-            current.update.call(py, optimizer, call, &mut known)
+            current.update.output(optimizer, &call, &mut known)
         })
     }
 }

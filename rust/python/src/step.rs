@@ -119,6 +119,7 @@ struct Inner {
     leaving_out: LeavingOut,
     own_updates: Updates,
     watched: Option<Watched>, // in the call under way
+    released: bool, // a batch has been taken whose update follows, and arrays are to be shown behind that
     steps: usize,
     updates: usize,
     skips: Flags,
@@ -223,6 +224,7 @@ impl Step {
                 traces: Traces::default(),
                 leaving_out: LeavingOut::default(),
                 own_updates,
+                released: false,
                 watched: None,
                 steps: 0,
                 updates: 0,

@@ -227,7 +227,8 @@ pub struct Store {
     kept: Option<NamedAuxState>, // by an engine that is gone
     lent: bool,                  // the engine has let go of the optimizer's state
     updated: bool,               // parameters, by an engine that is gone
-    takes_state: bool,           // of an optimizer of the user's own, while its update is left out
+    takes_state: bool,           // of an optimizer of the user's own
+    watches: bool,               // all that it keeps, while its update is left out
     transforms: bool, // the gradients, by a function of the user's: the optimizer is called with what it returns
     shared_out: Option<Rc<SharedOut>>,
     shards: Option<Rc<Shards>>,
@@ -290,6 +291,7 @@ impl Store {
             lent: false,
             updated: false,
             takes_state: false,
+            watches: false,
             transforms: false,
             shared_out: None,
             shards: None,
@@ -395,21 +397,30 @@ impl Store {
         self.layouts.last().map_or(0, |(id, _)| *id)
     }
 
-    /// Return whether the engine has the arrays of an optimizer of the user's own.
-    pub fn takes_state(&self) -> bool {
-        self.takes_state
+    /// Return whether all that an optimizer of the user's own keeps is compared.
+    pub fn watches(&self) -> bool {
+        self.watches
     }
 
-    /// Take over the arrays of an optimizer of the user's own, whose update is left out, or leave them to it. With a function
+    /// Return whether the engine has the arrays of an optimizer of the user's own.
+    pub fn has_own_state(&self) -> bool {
+        self.takes_state && matches!(self.rule, Some(Rule::Host))
+    }
+
+    /// Take over the arrays of an optimizer of the user's own, or leave them to it; `watches`: its update is left out. With a function
     /// that transforms the gradients, one of MLX's is such an optimizer, too.
     pub fn set_own_update(
         &mut self,
         py: Python<'_>,
-        takes_state: bool,
+        (takes_state, watches): (bool, bool),
         transforms: bool,
     ) -> PyResult<()> {
-        if (self.takes_state, self.transforms) != (takes_state, transforms) {
-            (self.takes_state, self.transforms) = (takes_state, transforms);
+        self.watches = watches;
+        let is_called = !matches!(self.rule, Some(Rule::Native(_)));
+        let moves = is_called && self.takes_state != takes_state;
+        self.takes_state = takes_state;
+        if moves || self.transforms != transforms {
+            self.transforms = transforms;
             self.expose(py)?;
             self.forget()?;
         }
@@ -471,11 +482,15 @@ impl Store {
         let to_take = if same { &[] } else { &slots[..] };
         let packed = self.take_values(to_take, &state, undo.is_some())? || undo.is_some();
         if let Some(engine) = &mut self.engine {
-            let numbers = match &self.rule {
-                Some(Rule::Native(rules)) => rules.taken(),
-                _ => 0,
+            let (numbers, given) = match &self.rule {
+                Some(Rule::Native(rules)) => (rules.taken(), false),
+                _ => (0, !needs.window),
             };
-            let needs = Needs { numbers, ..needs };
+            let needs = Needs {
+                numbers,
+                given,
+                ..needs
+            };
             engine.need(needs).map_err(|error| to_python(&error))?;
             self.give_numbers();
         }

@@ -19,7 +19,7 @@ use crate::{
         aux_state::{Open, Places},
         precision, Layout,
     },
-    trace::{Options, Outputs},
+    trace::{Options, Outputs, Recipe},
 };
 
 /// The other holder of a step's arrays.
@@ -81,6 +81,8 @@ pub struct Output {
     pub batch: Outputs,
     /// Norm, and whether nothing is taken, of the update by a window that this batch has filled.
     pub update: Option<Outputs>,
+    /// True if the host's optimizer is to be called, with [`Engine::given`]: the batch is one of [`Task::Clipped`], and taken.
+    pub calls: bool,
     /// The time by phase.
     pub seconds: Seconds,
 }
@@ -98,9 +100,18 @@ impl Output {
         Self {
             batch,
             update: None,
+            calls: false,
             seconds: Seconds::default(),
         }
     }
+}
+
+/// What a batch has changed, as it was before.
+#[derive(Debug)]
+pub(super) struct Undo {
+    pub(super) parameters: Vec<Array>, // none where it has assigned to none
+    pub(super) shared: Vec<Array>,
+    pub(super) state: Vec<(usize, Array)>,
 }
 
 /// Parameters and optimizer state of one model, and the steps in flight.
@@ -113,6 +124,8 @@ pub struct Engine {
     pub(super) state: Vec<Array>,
     pub(super) places: Places,
     pub(super) window: Option<Open>,
+    pub(super) undo: Option<Undo>, // of a batch, until its update is done
+    pub(super) gives: bool, // the places of a window have no memory: they are for gradients of a called update
     pub(super) masters_stale: bool,
     pub(super) averages: bool, // a step that averages has been taken: until then the average is the parameters
     pub(super) updates: usize,
@@ -171,11 +184,32 @@ impl Engine {
         &self.state[..self.places.optimizer]
     }
 
+    /// What the host's optimizer is given by a batch of this recipe: parameters or their masters, and the clipped gradients.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn given(&self, recipe: &Recipe) -> Result<(Vec<Array>, Vec<Array>)> {
+        let _shared = self.shared_stream()?;
+        let mut weights = self.buffers();
+        for (buffer, weight) in weights.iter_mut().enumerate() {
+            if let Some(at) = recipe.master(buffer) {
+                *weight = self.state[at].clone();
+            }
+        }
+        let first = self.places.window.unwrap_or(self.state.len());
+        let gradients = self.state.iter().skip(first).take(weights.len());
+        let gradients: Vec<Array> = gradients.cloned().collect();
+        Ok((weights, recipe.gradients(&gradients)?))
+    }
+
     /// The bytes of what is kept beside parameters and the optimizer's state.
     #[must_use]
     pub fn extra_bytes(&self) -> usize {
-        let extras = self.state[self.places.optimizer..].iter();
-        extras.map(Array::nbytes).sum()
+        let window = self.places.window.filter(|_| self.gives);
+        let given = window.map(|first| first..first + self.layout.len());
+        let extras = self.state.iter().enumerate().skip(self.places.optimizer);
+        let held = extras.filter(|(at, _)| !given.as_ref().is_some_and(|given| given.contains(at)));
+        held.map(|(_, array)| array.nbytes()).sum()
     }
 
     /// The number of batches in the window.

@@ -62,13 +62,10 @@ impl Engine {
             if let Some((_, batch)) = parts.last().filter(|_| trace.is_eager()) {
                 owner.take_batch(batch).map_err(Error::Trace)?;
             }
-            let call = match parts.last_mut() {
+            let call = match parts.last() {
                 None => inputs.call.clone(),
                 Some((_, batch)) if trace.recipe.part == Part::Given => {
-                    let given = batch.given.clone(); // which the batch's part computes
-                    let call = inputs.call.of_given(trace.recipe.others, batch);
-                    batch.given = given;
-                    call
+                    inputs.call.behind(trace.recipe.others, batch)
                 }
                 Some(_) => inputs.call.of_update(trace.recipe.others, &[]),
             };
@@ -96,13 +93,10 @@ impl Engine {
         go_through: impl FnOnce(&PlanInputs) -> MlxResult<R>,
     ) -> Result<R> {
         let parts = traces.iter().zip(parts);
-        let parts = parts.map(|(trace, (inputs, outputs))| PlannedPart {
+        let parts = parts.map(|(trace, (_, outputs))| PlannedPart {
             outputs,
-            given: match trace.recipe.part {
-                Part::Given => &inputs.call.rest[1..], // behind the random key
-                _ => &[],
-            },
             keep_gradients: trace.recipe.options.raises(),
+            is_given: trace.recipe.part == Part::Given,
             by_buffer: trace.recipe.updates_by_buffer(),
             evaluated: trace.evaluated,
             eager: trace.is_eager(),

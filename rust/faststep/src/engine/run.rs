@@ -4,6 +4,7 @@ use std::time::Instant;
 use mlx_rs::Array;
 
 use super::{
+    engine::Undo,
     evaluate::{evaluate, Work},
     nonfinite,
     ranks::{hash, Round},
@@ -13,10 +14,38 @@ use super::{
 use crate::{
     error::{Error, Result},
     evaluation::{Evaluate, Evaluated},
-    layout::aux_state::Open,
+    layout::aux_state::{self, Open},
     mlx::{array, fuse, graph, kernels},
     trace::{Call, CallTraces, Inputs, Options, Outputs, Part, Recipe, Task, Trace},
 };
+
+impl Undo {
+    // of all that a batch may change but the window
+    fn new(engine: &Engine) -> Self {
+        let own = engine.places.optimizer;
+        let window = engine
+            .places
+            .window
+            .map(|first| first..=first + engine.layout.len());
+        let state = engine.state.iter().cloned().enumerate().skip(own);
+        Self {
+            parameters: engine.parameters.clone(),
+            shared: engine.shared.clone(),
+            state: state
+                .filter(|(at, _)| !window.as_ref().is_some_and(|window| window.contains(at)))
+                .collect(),
+        }
+    }
+
+    // keep what the trace has written
+    fn keep(&mut self, trace: &Trace) {
+        let written = trace.written_state();
+        self.state.retain(|(at, _)| written.contains(at));
+        if !trace.sets_parameters() {
+            (self.parameters, self.shared) = (Vec::new(), Vec::new());
+        }
+    }
+}
 
 /// Arrays of the state from this place on, as they were before a batch.
 struct Before {
@@ -38,7 +67,8 @@ impl Engine {
         }
     }
 
-    /// One call by the traces of its task. After a step, parameters and state are the new ones, lazily; at most
+    /// One call by the traces of its task: a batch whose update is called ends with [`Task::Given`], or with
+    /// [`Engine::without_update`]. After a step, parameters and state are the new ones, lazily; at most
     /// [`Options::in_flight`] steps are under way then. Large ones overlap within the memory that one takes alone.
     ///
     /// `name`: that of a tensor, for an error; `ranks`: those over which a window is summed before its update, or that share the model.
@@ -62,7 +92,8 @@ impl Engine {
                 return gradients.map(Output::of);
             }
             Task::Flush => self.flush(traces.trace, &call, owner, ranks)?,
-            Task::Whole | Task::Called | Task::Batch { .. } => {
+            Task::Given => self.update_behind(traces.trace, call, owner, ranks)?,
+            Task::Whole | Task::Called | Task::Clipped | Task::Batch { .. } => {
                 self.step(traces, call, name, owner, ranks)?
             }
         };
@@ -72,7 +103,7 @@ impl Engine {
         Ok(output)
     }
 
-    // an update of its own follows a batch that fills a window, or one that the host's optimizer is called for, unless that is refused
+    // an update of its own follows a batch that fills a window, unless that is refused
     fn step(
         &mut self,
         CallTraces { trace, mut update }: CallTraces<'_>,
@@ -90,11 +121,22 @@ impl Engine {
             _ => None,
         };
         let adds = trace.recipe.part.fills_window();
+        self.gives &= !adds;
         let clips = trace.recipe.part == Part::Clipped;
+        let mut undo = clips.then(|| Undo::new(self));
         let mut batch = self.run(trace, call, owner, &mut ranks)?;
         self.note(&batch);
         let refused = self.refusal(&options, name, &batch, owner);
         let approved = refused.is_none() && !(clips && self.is_skipped(&batch, owner)?);
+        if let (Some(mut undo), true) = (undo.take(), approved) {
+            undo.keep(trace);
+            self.undo = Some(undo);
+            return Ok(Output {
+                calls: true,
+                seconds: self.seconds,
+                ..Output::of(batch)
+            });
+        }
         if approved && update.as_ref().is_some_and(|update| update.is_eager()) {
             owner.take_batch(&batch).map_err(Error::Trace)?;
         }
@@ -109,17 +151,12 @@ impl Engine {
         }
         let update = match update.zip(beside) {
             Some((trace, beside)) if approved => {
-                let others = trace.recipe.others;
-                let call = if clips {
-                    beside.of_given(others, &mut batch)
-                } else {
-                    beside.of_update(others, &batch.others)
-                };
+                let call = beside.of_update(trace.recipe.others, &batch.others);
                 match self.update(trace, call, owner, ranks) {
                     Ok(update) => Some(update),
                     Err(error) => {
                         self.window = window;
-                        return Err(self.without_update(error, before, owner));
+                        return Err(self.not_updated(error, before, owner));
                     }
                 }
             }
@@ -131,15 +168,56 @@ impl Engine {
         self.schedule.end();
         let waited = self.wait(options.in_flight, owner);
         refused.map_or(waited, Err)?;
-        let (batch, update) = match update {
-            Some(update) if clips => (batch.and(update), None),
-            update => (batch, update),
-        };
         Ok(Output {
-            batch,
             update,
             seconds: self.seconds,
+            ..Output::of(batch)
         })
+    }
+
+    // the update behind a batch that the host's optimizer has been called for
+    fn update_behind(
+        &mut self,
+        update: &mut Trace,
+        call: Call,
+        owner: &mut dyn Owner,
+        mut ranks: Option<Round<'_>>,
+    ) -> Result<Output> {
+        let options = update.recipe.options;
+        let outputs = self.run(update, call, owner, &mut ranks)?;
+        self.averages |= options.ema_decay.is_some();
+        self.undo = None;
+        self.schedule.end();
+        self.wait(options.in_flight, owner)?;
+        Ok(Output {
+            seconds: self.seconds,
+            ..Output::of(outputs)
+        })
+    }
+
+    // let go of the gradients that an update is given: they go with the arrays that it writes over
+    fn forget_gradients(&self, inputs: &mut Inputs) -> Result<()> {
+        let Some(first) = self.places.window else {
+            return Ok(());
+        };
+        let before = self.layout.tensors().len() + self.layout.shared().count();
+        for array in &mut inputs.own[before + first..][..self.layout.len()] {
+            *array = aux_state::nothing(array.shape(), array.dtype())?;
+        }
+        Ok(())
+    }
+
+    /// End a step whose batch has been taken and whose update has failed: nothing has changed.
+    pub fn without_update(&mut self) {
+        if let Some(undo) = self.undo.take() {
+            if !undo.parameters.is_empty() {
+                (self.parameters, self.shared) = (undo.parameters, undo.shared);
+            }
+            for (at, array) in undo.state {
+                self.state[at] = array;
+            }
+        }
+        self.schedule.end();
     }
 
     // whether nothing is taken of a batch; waits for it
@@ -195,14 +273,13 @@ impl Engine {
         self.averages |= update.recipe.options.ema_decay.is_some();
         self.schedule.end();
         Ok(Output {
-            batch: outputs,
-            update: None,
             seconds: self.seconds,
+            ..Output::of(outputs)
         })
     }
 
     // the update has failed, the batch before it has not: with the state as it was before that nothing has changed
-    fn without_update(
+    fn not_updated(
         &mut self,
         error: Error,
         before: Option<Before>,
@@ -255,11 +332,8 @@ impl Engine {
             }
             return Ok(None);
         }
-        let (first, count) = match update.recipe.part {
-            Part::Given => (self.places.scale, 2), // and the number of good batches since it changed
-            _ => (self.places.window, self.layout.len() + 1),
-        };
-        Ok(first.map(|first| Before {
+        let count = self.layout.len() + 1;
+        Ok(self.places.window.map(|first| Before {
             first,
             arrays: self.state[first..first + count].to_vec(),
         }))
@@ -299,7 +373,7 @@ impl Engine {
         mut launch: Launch,
         owner: &mut dyn Owner,
     ) -> Result<(Outputs, bool)> {
-        let updates = launch.updates;
+        let (updates, replaces) = (trace.recipe.part.updates(), launch.updates);
         self.clock.set_operations(trace.operations);
         self.clock.enter(Stage::Evaluation);
         self.scheduled(owner, |schedule, device| {
@@ -308,7 +382,7 @@ impl Engine {
                 warm: true,
                 bytes: Some(0), // its memory is in use already
             };
-            schedule.evaluate(&mut OnGraph(device), &mut launch, &mut known, updates)
+            schedule.evaluate(&mut OnGraph(device), &mut launch, &mut known, replaces)
         })?;
         self.keep(trace, launch.captured);
         Ok((launch.outputs, updates))
@@ -325,7 +399,7 @@ impl Engine {
         self.leave_replay(owner)?;
         self.make_way(trace);
         let rehearsal = self.rehearse(trace, &call, owner);
-        let inputs = self.take(call);
+        let mut inputs = self.take(call);
         let known = trace.evaluated.warm && !trace.is_eager();
         self.clock
             .enter(if known { Stage::Build } else { Stage::Trace });
@@ -341,9 +415,12 @@ impl Engine {
         };
         self.seconds.build += started.elapsed().as_secs_f64();
         self.enter_evaluation(trace, &inputs, &outputs, owner);
+        if trace.recipe.part == Part::Given && rehearsal.is_none() {
+            self.forget_gradients(&mut inputs)?;
+        }
         // those of a batch are what the loss has assigned: no update
         let replaces = !outputs.parameters.is_empty();
-        let updates = replaces && !trace.recipe.part.fills_window();
+        let updates = replaces && trace.recipe.part.updates();
         let mut work = Work::new(trace, inputs, outputs);
         let evaluated = &mut trace.evaluated;
         let blocks = fuse::computed_in_blocks();

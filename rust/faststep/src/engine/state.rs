@@ -68,6 +68,8 @@ impl Engine {
             places: Places::behind(state.len()),
             state,
             window: None,
+            undo: None,
+            gives: false,
             masters_stale: false,
             averages: false,
             updates: 0,
@@ -160,6 +162,7 @@ impl Engine {
         if needs.average && !self.averages {
             self.begin_average()?;
         }
+        self.gives |= needs.given && !needs.window && self.places.window.is_none();
         let new = self.places.add(needs, &self.layout, &self.buffers())?;
         if !self.dry_run {
             for array in taken_over(&[], &new) {

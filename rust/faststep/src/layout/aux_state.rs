@@ -24,6 +24,8 @@ pub struct Needs {
     pub average: bool,
     /// A window over which gradients are summed.
     pub window: bool,
+    /// The places of a window for gradients that the host's optimizer is given, which take memory once they are there.
+    pub given: bool,
     /// A scale of the loss.
     pub scale: bool,
     /// The sum of the window's losses, each times its weight.
@@ -115,11 +117,15 @@ impl Places {
             self.average = Some(start + new.len());
             new.extend(average(buffers)?);
         }
-        if needs.window && self.window.is_none() {
+        if (needs.window || needs.given) && self.window.is_none() {
             self.window = Some(start + new.len());
             for buffer in buffers {
                 let dtype = precision::wide(buffer.dtype());
-                new.push(ops::zeros_dtype(buffer.shape(), dtype)?);
+                new.push(if needs.window {
+                    ops::zeros_dtype(buffer.shape(), dtype)?
+                } else {
+                    nothing(buffer.shape(), dtype)?
+                });
             }
             new.push(Array::from_f32(CLOSED));
         }
@@ -142,6 +148,11 @@ impl Places {
         self.len += new.len();
         Ok(new)
     }
+}
+
+// zeros that take no memory
+pub(crate) fn nothing(shape: &[i32], dtype: Dtype) -> Result<Array> {
+    ops::broadcast_to(ops::zeros_dtype(&[], dtype)?, shape)
 }
 
 // the initial average: the parameters in full precision

@@ -7,9 +7,9 @@ use crate::{evaluation::Evaluated, layout::Layout, trace::Outputs};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedPart<'a> {
     pub outputs: &'a Outputs,
-    /// Its inputs that the part before it has computed.
-    pub given: &'a [Array],
     pub keep_gradients: bool,
+    /// True if it reads gradients in the places of a window, and lets go of them.
+    pub is_given: bool,
     /// True if the update is evaluated buffer by buffer.
     pub by_buffer: bool,
     /// Its record from evaluations before.

@@ -50,7 +50,7 @@ impl Simulated<'_> {
     fn begin(&mut self, part: &PlannedPart) -> Result<()> {
         let outputs = outputs(part);
         let shown = if self.shown { self.plan.shown } else { &[] };
-        let inputs = self.plan.inputs.iter().chain(part.given).chain(shown);
+        let inputs = self.plan.inputs.iter().chain(shown);
         let inputs: Vec<&Array> = inputs.collect();
         self.simulator.begin(&inputs, &outputs)?;
         self.simulator.hold(&inputs)?;
@@ -78,7 +78,9 @@ impl Simulated<'_> {
             .map(|(i, _)| &plan.state()[*i])
             .collect();
         self.simulator.release(&state)?;
-        self.simulator.release(&all(part.given))
+        let window = plan.window.filter(|_| part.is_given);
+        let given = window.map(|first| &plan.state()[first..first + plan.layout.len()]);
+        self.simulator.release(&all(given.unwrap_or_default()))
     }
 }
 
@@ -153,7 +155,7 @@ impl<'a> Evaluate for Simulated<'a> {
         let state = part.outputs.state.iter().map(|(_, array)| array);
         let portions = (part.outputs).portions(&part.outputs.parameters, state, part.by_buffer);
         let mut gradients: HashSet<usize> = part.outputs.gradients.iter().map(array::id).collect();
-        for array in &part.outputs.given {
+        for (_, array) in &part.outputs.state {
             gradients.remove(&array::id(array));
         }
         let (mut before, mut done) = (0, 0);

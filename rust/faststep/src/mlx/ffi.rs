@@ -15,7 +15,7 @@ use mlx_rs::{
     Array,
 };
 
-use crate::mlx::blas::Gemm;
+use super::cblas::Gemm;
 
 /// An array, or a list of them.
 pub(crate) type Handle = *const c_void;

@@ -10,6 +10,7 @@ pub mod array;
 pub mod blas;
 pub mod called;
 pub(crate) mod caller;
+mod cblas;
 pub(crate) mod convolution;
 pub(crate) mod ffi;
 pub(crate) mod fuse;

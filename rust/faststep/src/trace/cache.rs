@@ -159,7 +159,7 @@ impl<K, T> TraceCache<K, T> {
     pub fn commit(&mut self, seconds: f64) -> bool {
         let before = self.made;
         for entry in self.entries.iter_mut().filter(|e| e.seconds.is_none()) {
-            if entry.trace.recipe.part != Part::Given {
+            if entry.trace.recipe.part != Part::Given || !entry.trace.is_eager() {
                 self.made += 1;
                 entry.number = self.made;
             }

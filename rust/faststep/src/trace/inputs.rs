@@ -99,15 +99,13 @@ impl Call {
         }
     }
 
-    /// The arguments of an update with what a batch gives it: `others` as in [`Call::of_update`].
+    /// The arguments of an update by the host's optimizer behind a batch: the model's other arrays, so many, and the random key.
     #[must_use]
-    pub(crate) fn of_given(&self, count: usize, batch: &mut Outputs) -> Self {
+    pub fn behind(&self, count: usize, batch: &Outputs) -> Self {
         let key = batch.key.as_ref().or(self.rest.first()).cloned();
-        let given = std::mem::take(&mut batch.given);
-        Self {
-            rest: key.into_iter().chain(given).collect(),
-            ..self.of_update(count, &batch.others)
-        }
+        let mut call = self.of_update(count, &batch.others);
+        call.rest.extend(key);
+        call
     }
 
     /// The number of them.

@@ -21,9 +21,6 @@ pub struct Outputs {
     pub skipped: Option<Array>,
     /// Gradients.
     pub gradients: Vec<Array>,
-    /// What an update by the host's optimizer is given: clipped gradients by buffer, and behind them the weights, where the loss
-    /// has assigned to some.
-    pub given: Vec<Array>,
     /// The new parameters, by buffer.
     pub parameters: Vec<Array>,
     /// The state's arrays that changed, with their index.
@@ -45,7 +42,6 @@ pub(crate) struct OutputCounts {
     norm: usize,
     skipped: usize,
     gradients: usize,
-    given: usize,
     parameters: usize,
     state: Vec<usize>,
     others: Vec<usize>,
@@ -72,18 +68,22 @@ impl OutputCounts {
         (self.others.clone(), self.key > 0)
     }
 
+    pub(crate) fn written_state(&self) -> Vec<usize> {
+        self.state.clone()
+    }
+
     pub(crate) fn sets_parameters(&self) -> bool {
         self.parameters > 0
     }
 }
 
 impl Outputs {
-    // the outputs for the caller of the step: loss, auxiliary arrays, norm, flag, what an update is given, written arrays, key
+    // the outputs for the caller of the step: loss, auxiliary arrays, norm, flag, written arrays, key
     pub(crate) fn given_out(&self) -> impl Iterator<Item = &Array> {
         let values = self.loss.iter().chain(&self.aux);
         let values = values.chain(&self.norm).chain(&self.skipped);
         let others = self.others.iter().map(|(_, array)| array);
-        values.chain(&self.given).chain(others).chain(&self.key)
+        values.chain(others).chain(&self.key)
     }
 
     // the same outputs, made of other arrays, in the order of `given_out`
@@ -93,7 +93,6 @@ impl Outputs {
             aux: self.aux.iter().map(&mut f).collect::<Result<_>>()?,
             norm: self.norm.as_ref().map(&mut f).transpose()?,
             skipped: self.skipped.as_ref().map(&mut f).transpose()?,
-            given: self.given.iter().map(&mut f).collect::<Result<_>>()?,
             others: {
                 let others = self.others.iter();
                 let others = others.map(|(index, array)| Ok((*index, f(array)?)));
@@ -115,7 +114,6 @@ impl Outputs {
             norm: usize::from(self.norm.is_some()),
             skipped: usize::from(self.skipped.is_some()),
             gradients: self.gradients.len(),
-            given: self.given.len(),
             parameters: self.parameters.len(),
             state,
             others,
@@ -128,7 +126,6 @@ impl Outputs {
         values.extend(self.norm);
         values.extend(self.skipped);
         values.extend(self.gradients);
-        values.extend(self.given);
         values.extend(self.parameters);
         values.extend(state_values);
         values.extend(other_values);
@@ -143,7 +140,6 @@ impl Outputs {
             + counts.norm
             + counts.skipped
             + counts.gradients
-            + counts.given
             + counts.parameters
             + counts.state.len()
             + counts.others.len()
@@ -163,7 +159,6 @@ impl Outputs {
             norm: take(counts.norm).pop(),
             skipped: take(counts.skipped).pop(),
             gradients: take(counts.gradients),
-            given: take(counts.given),
             parameters: take(counts.parameters),
             state: {
                 let values = take(counts.state.len());
@@ -183,12 +178,12 @@ impl Outputs {
         let values = self.loss.iter().chain(&self.aux).chain(&self.kept);
         let values = values.chain(&self.norm).chain(&self.skipped);
         let others = self.others.iter().map(|(_, array)| array);
-        let values = values.chain(&self.gradients).chain(&self.given);
-        values.chain(others).chain(&self.key)
+        values.chain(&self.gradients).chain(others).chain(&self.key)
     }
 
-    // the outputs of a batch and of the update behind it
-    pub(crate) fn and(mut self, update: Self) -> Self {
+    /// The outputs of a batch and of the update behind it.
+    #[must_use]
+    pub fn and(mut self, update: Self) -> Self {
         let set = |at: usize| update.others.iter().any(|(index, _)| *index == at);
         self.others.retain(|(index, _)| !set(*index));
         self.others.extend(update.others);

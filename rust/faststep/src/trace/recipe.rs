@@ -1,9 +1,11 @@
 //! The recipe of a trace: which part of a step is computed, by which options.
 use std::rc::Rc;
 
+use mlx_rs::{error::Result, Array};
+
 use super::options::Options;
 use crate::{
-    layout::{aux_state::Places, Layout},
+    layout::{aux_state::Places, precision, Layout},
     mlx::{group::Group, join},
     optim::Rules,
 };
@@ -37,15 +39,21 @@ pub enum Part {
     OnlyBatch,
     /// The update by the window's average.
     Update(Rule),
-    /// Loss and gradients, clipped, for an update by the host's optimizer.
+    /// Loss and gradients, clipped, which are left in the places of a window for an update by the host's optimizer.
     Clipped,
-    /// The update by the host's optimizer, of whose code the graph is another one at each call, with the gradients of [`Part::Clipped`].
+    /// The update by the host's optimizer with the gradients of [`Part::Clipped`].
     Given,
     /// Loss and gradients by tensor.
     Gradients,
 }
 
 impl Part {
+    /// Return whether it updates.
+    #[must_use]
+    pub fn updates(&self) -> bool {
+        matches!(self, Self::Whole(_) | Self::Update(_) | Self::Given)
+    }
+
     /// Return whether it leaves its gradients in the window.
     #[must_use]
     pub fn fills_window(&self) -> bool {
@@ -77,6 +85,27 @@ pub struct Recipe {
 }
 
 impl Recipe {
+    /// Gradients in the dtypes in which the host's optimizer takes them, from those in the places of a window.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn gradients(&self, wide: &[Array]) -> Result<Vec<Array>> {
+        let dtype = |buffer| match self.options.compute_dtype {
+            None => self.layout.dtype(buffer),
+            Some(_) => precision::wide(self.layout.dtype(buffer)),
+        };
+        let gradients = wide.iter().enumerate();
+        let gradients = gradients.map(|(buffer, gradient)| gradient.as_dtype(dtype(buffer)));
+        gradients.collect()
+    }
+
+    /// The index in the state of the buffer that is updated in place of this one's parameters, if there is one: its master.
+    #[must_use]
+    pub fn master(&self, buffer: usize) -> Option<usize> {
+        self.options.compute_dtype?;
+        self.places.master(&self.layout, buffer)
+    }
+
     /// Return whether the update is best evaluated buffer by buffer: on a CPU, where it takes more than one kernel for some, whose
     /// arrays would be there for all buffers at once otherwise.
     pub(crate) fn updates_by_buffer(&self) -> bool {

@@ -6,8 +6,12 @@ use super::recipe::{Part, Rule};
 pub enum Task {
     /// A batch and an update.
     Whole,
-    /// A batch, and an update that the host's optimizer is called for in between.
+    /// A batch, and an update that the host's optimizer is called for in between: to be planned. A step takes the next two.
     Called,
+    /// The batch of such a step.
+    Clipped,
+    /// The update behind it.
+    Given,
     /// A batch for the window, and the update where it is full.
     Batch {
         /// True if it is full by then.
@@ -38,7 +42,10 @@ impl Task {
     /// Return whether parameters and state are updated.
     #[must_use]
     pub fn updates(self) -> bool {
-        !matches!(self, Self::Batch { fills: false, .. } | Self::Gradients)
+        !matches!(
+            self,
+            Self::Batch { fills: false, .. } | Self::Clipped | Self::Gradients
+        )
     }
 
     /// Return whether it needs a window.
@@ -53,6 +60,8 @@ impl Task {
         match self {
             Self::Whole => vec![Part::Whole(rule.clone())],
             Self::Called => vec![Part::Given, Part::Clipped],
+            Self::Clipped => vec![Part::Clipped],
+            Self::Given => vec![Part::Given],
             Self::Batch { fills, only } => {
                 let update = fills.then(|| Part::Update(rule.clone()));
                 let batch = if only { Part::OnlyBatch } else { Part::Batch };

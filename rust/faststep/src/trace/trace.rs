@@ -45,7 +45,8 @@ pub enum Compiled {
 pub struct Trace {
     function: Function,
     counts: Rc<RefCell<OutputCounts>>,
-    pub(crate) recipe: Rc<Recipe>,
+    /// The computation.
+    pub recipe: Rc<Recipe>,
     traced: Rc<Cell<usize>>, // the identity of the first input that the body saw
     exchanges: Rc<Cell<u64>>, // a number of what a body over shards exchanges with other ranks
     error: Rc<RefCell<Option<Error>>>, // the body's own, which MLX's compilation loses
@@ -186,6 +187,11 @@ impl Trace {
     // a number of what its last call exchanges with other ranks, where it is one over shards
     pub(crate) fn exchanges(&self) -> u64 {
         self.exchanges.get()
+    }
+
+    // the arrays of the state that it writes
+    pub(crate) fn written_state(&self) -> Vec<usize> {
+        self.counts.borrow().written_state()
     }
 
     // whether its last call had new parameters among its outputs

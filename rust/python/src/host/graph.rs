@@ -12,6 +12,7 @@ use mlx_rs::{
 
 /// The outputs of a call, in their order: the loss times its scale, the loss, what else it returned; then what it assigned.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 pub struct Form {
     /// The number of parameters, of other arrays of the model, and of arrays of the batch, or of gradients.
     pub given: (usize, usize, usize),
@@ -25,6 +26,10 @@ pub struct Form {
     pub parameters: Vec<usize>,
     /// Other arrays of the model to which it assigned.
     pub others: Vec<usize>,
+    /// The optimizer's arrays that an update writes.
+    pub state: Vec<usize>,
+    /// True if the engine has these: the user's objects of the outputs are gone behind the call.
+    pub in_engine: bool,
     /// True if it drew from the random key.
     pub key: bool,
 }

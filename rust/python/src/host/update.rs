@@ -1,10 +1,10 @@
-//! One update by an optimizer of the user's own: its code is called with tracers, and the graph that comes of it is compiled; or the
-//! call is left out, and the graph made again within the trace of the step.
-use std::rc::Rc;
+//! One update by an optimizer of the user's own: its code is called with tracers, and the graph that comes of it is that of a trace of
+//! its own; or the call is left out, and the graph made again within the trace of the step.
+use std::{cell::RefCell, rc::Rc};
 
 use faststep::engine::{
     array::{self, id},
-    called, Role, Roots, Tracers, UpdateCall, UpdateOutput,
+    called, Replayed, Role, Roots, Tracers, UpdateCall, UpdateOutput,
 };
 use mlx_rs::{error::Result as MlxResult, Array};
 use pyo3::{
@@ -31,6 +31,10 @@ const NEVER_AGAIN: usize = 16;
 
 /// A graph, and the arrays that it ends in.
 type Found = (Rc<KnownGraph>, Vec<Array>);
+/// The arrays that an update has written, with their numbers, and the places of all.
+type Written<'py> = (Vec<(usize, Array)>, Vec<Slot<'py>>);
+/// The form of a call's outputs, these outputs, and the places of the optimizer's arrays, if the engine has these.
+type Left<'py> = (Form, Vec<Array>, Option<Vec<Slot<'py>>>);
 
 /// The graphs of a step's updates.
 #[derive(Default)]
@@ -55,14 +59,13 @@ impl Updates {
         let mut found = self.graphs.find(follows, key)?;
         let mut is_new = false;
         if found.is_none() {
-            unlocked(py, || tracers.settle(roots, false))?;
+            unlocked(py, || tracers.settle(roots, form.in_engine))?;
             let new = KnownGraph::new(tracers, form, roots)?;
             found = self.graphs.find(|graph| graph.equals(&new), key)?;
             is_new = found.is_none();
             if is_new {
-                self.graphs.add(new, key)?;
+                found = Some(self.graphs.add(new, key)?);
                 self.graphs.keep(MOST);
-                found = self.graphs.find(follows, key)?; // compiled from the first call on: all calls have the same bits
             }
         }
         self.new_in_a_row = if is_new { self.new_in_a_row + 1 } else { 0 };
@@ -72,39 +75,145 @@ impl Updates {
 
 /// The graph of an update, with which its calls can be left out.
 pub struct LeftOutUpdate {
-    graph: Rc<KnownGraph>,
+    /// The graph.
+    pub graph: Rc<KnownGraph>,
     /// The arrays that it ends in beside those that it is given: the same at each call.
     pub leaves: Vec<Array>,
-    state: Vec<usize>, // the numbers of the optimizer's arrays that it writes
 }
 
 impl LeftOutUpdate {
+    /// Return whether the graphs of both can be compared: in a window the optimizer has its arrays itself while it is called.
+    pub fn is_comparable(&self, other: &Self) -> bool {
+        self.graph.form.in_engine == other.graph.form.in_engine
+    }
+
     /// Return whether both compute the same.
     pub fn is(&self, other: &Self) -> bool {
         let leaves = self.leaves.iter().map(id);
-        Rc::ptr_eq(&self.graph, &other.graph)
-            && leaves.eq(other.leaves.iter().map(id))
-            && self.state == other.state
+        Rc::ptr_eq(&self.graph, &other.graph) && leaves.eq(other.leaves.iter().map(id))
+    }
+}
+
+/// A called update.
+pub struct CalledUpdate<'py> {
+    /// Its graph; none where it is evaluated by itself.
+    pub graph: Option<Rc<KnownGraph>>,
+    /// The arrays that the graph ends in.
+    pub leaves: Vec<Array>,
+    /// The places of the optimizer's arrays, with the objects of before, if the engine has these.
+    pub state: Option<Vec<Slot<'py>>>,
+    form: Form,
+    roots: Vec<Array>,
+    held: Vec<Array>,
+}
+
+impl CalledUpdate<'_> {
+    // by operations that MLX has compiled: whoever holds an array of the call has its value
+    fn evaluate(&mut self, values: Replayed) -> MlxResult<()> {
+        let seen = || self.roots.iter().chain(&self.held);
+        called::detach(seen());
+        for (array, value) in seen().zip(values.roots.iter().chain(&values.held)) {
+            called::fill(array, value)?;
+        }
+        let first = self.form.given.0 + self.form.others.len();
+        let first = values.roots.into_iter().take(first);
+        self.roots.splice(..first.len(), first);
+        Ok(())
     }
 
-    /// The outputs of an update over other arrays.
-    fn outputs(&self, call: UpdateCall) -> MlxResult<UpdateOutput> {
-        let given = [call.parameters, call.others, call.gradients, call.state].concat();
-        let no_key = array::hollow();
-        let key = call.key.unwrap_or(&no_key);
-        let form = &self.graph.form;
-        let made = self.graph.replay(&given, &self.leaves, key)?;
-        let mut made = made.roots.into_iter();
-        let parameters = made.by_ref().take(call.parameters.len()).collect();
-        let others = form.others.iter().copied().zip(made.by_ref()).collect();
-        let state = self.state.iter().copied().zip(made.by_ref()).collect();
-        Ok(UpdateOutput {
-            parameters,
-            state,
-            others,
-            key: made.next(),
-            ..UpdateOutput::default()
-        })
+    /// Return whether somebody holds an array that it has computed, beside the optimizer.
+    pub fn keeps(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// The way in which its part computes it.
+    pub fn way(&mut self) -> UpdateWay {
+        match &self.graph {
+            Some(graph) => UpdateWay::Graph(graph.clone(), None),
+            None => UpdateWay::Arrays(RefCell::new(Some(self.take_arrays()))),
+        }
+    }
+
+    /// The outputs, where there is no graph.
+    fn take_arrays(&mut self) -> UpdateOutput {
+        let held = std::mem::take(&mut self.held);
+        let mut made = named(&self.form, std::mem::take(&mut self.roots), held);
+        if !self.form.in_engine {
+            let state = std::mem::take(&mut made.state).into_iter();
+            made.kept.splice(..0, state.map(|(_, array)| array));
+        }
+        made
+    }
+
+    /// Give arrays that somebody holds their values.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn fill(&self, values: &[Array]) -> MlxResult<()> {
+        let mut pairs = self.held.iter().zip(values);
+        pairs.try_for_each(|(array, value)| called::fill(array, value))
+    }
+}
+
+/// The update of a part that is traced.
+pub enum UpdateWay {
+    /// By a graph, whose leaves are the arrays of the model behind its own; or those that are given here.
+    Graph(Rc<KnownGraph>, Option<Vec<Array>>),
+    /// As the call has given it.
+    Arrays(RefCell<Option<UpdateOutput>>),
+    /// The optimizer is called.
+    Call(Box<Update>),
+    /// There is none.
+    Nothing,
+}
+
+impl UpdateWay {
+    /// The outputs of an update.
+    pub fn output(
+        &mut self,
+        optimizer: &Bound<'_, PyAny>,
+        call: &UpdateCall,
+        known: &mut Updates,
+    ) -> PyResult<UpdateOutput> {
+        match self {
+            Self::Graph(graph, leaves) => replayed(graph, leaves.as_deref(), call).map_err(mlx),
+            Self::Arrays(arrays) => arrays
+                .take()
+                .ok_or_else(|| expected("its arrays to be evaluated once")),
+            Self::Call(update) => Ok(update.call(optimizer, call, known)?.take_arrays()),
+            Self::Nothing => Err(expected("a part that has one")),
+        }
+    }
+}
+
+// the outputs of an update over other arrays
+fn replayed(
+    graph: &KnownGraph,
+    leaves: Option<&[Array]>,
+    call: &UpdateCall,
+) -> MlxResult<UpdateOutput> {
+    let count = graph.form.given.1.min(call.others.len());
+    let (others, behind) = call.others.split_at(count);
+    let given = [call.parameters, others, call.gradients, call.state].concat();
+    let no_key = array::hollow();
+    let key = call.key.unwrap_or(&no_key);
+    let made = graph.replay(&given, leaves.unwrap_or(behind), key)?;
+    Ok(named(&graph.form, made.roots, made.held))
+}
+
+// the outputs of an update by name
+fn named(form: &Form, roots: Vec<Array>, held: Vec<Array>) -> UpdateOutput {
+    let mut roots = roots.into_iter();
+    let parameters = roots.by_ref().take(form.given.0).collect();
+    let others = form.others.iter().copied().zip(roots.by_ref()).collect();
+    let state = form.state.iter().copied().zip(roots.by_ref()).collect();
+    let key = form.key.then(|| roots.next()).flatten();
+    UpdateOutput {
+        parameters,
+        state,
+        others,
+        key,
+        kept: held,
     }
 }
 
@@ -133,8 +242,8 @@ pub struct Update {
     pub transform: Option<Rc<Py<PyAny>>>,
     /// True if there is a compiler, and it may be used.
     pub compiles: bool,
-    /// In place of a call.
-    pub left_out: Option<Rc<LeftOutUpdate>>,
+    /// True if the engine has the optimizer's arrays.
+    pub in_engine: bool,
     /// The list by which the call is watched.
     pub watched: Option<Rc<WatchList>>,
     /// Observations of the call; none where they are not asked for.
@@ -162,17 +271,20 @@ struct Given<'py> {
     arrays: Vec<Array>,
     counts: (usize, usize, usize), // parameters, other arrays of the model, gradients
     state: Vec<Slot<'py>>,
+    in_engine: bool, // its arrays are those that the engine has
 }
 
 impl<'py> Given<'py> {
-    fn new(optimizer: &Bound<'py, PyAny>, call: &UpdateCall, compiles: bool) -> PyResult<Self> {
-        let state = if compiles {
+    fn new(optimizer: &Bound<'py, PyAny>, call: &UpdateCall, update: &Update) -> PyResult<Self> {
+        let state = if update.compiles {
             Tree::slots(optimizer)?
         } else {
             Vec::new()
         };
         let own = state.iter().filter_map(|slot| bridge::get(&slot.object));
         let own: Vec<Array> = own.collect();
+        let is_engines = || own.iter().map(id).eq(call.state.iter().map(id));
+        let in_engine = update.compiles && update.in_engine && is_engines();
         let arrays = [call.parameters, call.others, call.gradients, &own].concat();
         Ok(Self {
             tracers: Tracers::new(&arrays).map_err(mlx)?,
@@ -183,6 +295,7 @@ impl<'py> Given<'py> {
                 call.gradients.len(),
             ),
             state,
+            in_engine,
         })
     }
 
@@ -210,6 +323,30 @@ impl<'py> Given<'py> {
         pairs.try_for_each(|(slot, tracer)| slot.place.set(&bridge::wrap(py, tracer)?))
     }
 
+    // The arrays that the update has put into the places of the engine's, with their numbers, and all places, where it has left as
+    // many arrays of the same forms: the objects of before stand there again, in whose place nobody holds others.
+    fn written(&self, mut now: Vec<Slot<'py>>) -> PyResult<Option<Written<'py>>> {
+        let arrays: Option<Vec<Array>> = now.iter().map(|slot| bridge::get(&slot.object)).collect();
+        let arrays = arrays.filter(|arrays| {
+            let mut pairs = arrays.iter().zip(self.of_state());
+            let same = |(one, other): (&Array, &Array)| {
+                one.shape() == other.shape() && one.dtype() == other.dtype()
+            };
+            self.in_engine && arrays.len() == self.state.len() && pairs.all(same)
+        });
+        let Some(arrays) = arrays else {
+            return Ok(None);
+        };
+        for (slot, before) in now.iter_mut().zip(&self.state) {
+            slot.place.set(&before.object)?;
+            slot.object = before.object.clone();
+        }
+        let pairs = arrays.into_iter().zip(self.of_state()).enumerate();
+        let changed = pairs.filter(|(_, (array, tracer))| id(array) != id(tracer));
+        let changed = changed.map(|(at, (array, _))| (at, array)).collect();
+        Ok(Some((changed, now)))
+    }
+
     // put the optimizer's own objects back where the update has left their tracers
     fn take_back(&self) -> PyResult<()> {
         for (slot, tracer) in self.state.iter().zip(self.of_state()) {
@@ -223,72 +360,59 @@ impl<'py> Given<'py> {
 }
 
 impl Update {
-    /// Update with these gradients, and return what has become of the model and of the optimizer's state.
-    pub fn call(
+    /// Update with these gradients, lazily: a graph, if the engine has the optimizer's arrays and the update keeps no others; else
+    /// arrays.
+    pub fn call<'py>(
         &mut self,
-        py: Python<'_>,
-        optimizer: &Bound<'_, PyAny>,
-        call: UpdateCall,
+        optimizer: &Bound<'py, PyAny>,
+        call: &UpdateCall,
         known: &mut Updates,
-    ) -> PyResult<UpdateOutput> {
-        if let Some(left_out) = &self.left_out {
-            return left_out.outputs(call).map_err(mlx);
-        }
+    ) -> PyResult<CalledUpdate<'py>> {
+        let py = optimizer.py();
         if let Some(observed) = &mut self.observed {
             observed.tree = Some(Tree::record(optimizer, Scope::Whole)?.0);
         }
-        let given = Given::new(optimizer, &call, self.compiles)?;
+        let given = Given::new(optimizer, call, self)?;
         let mut made = None;
-        called::in_tracing(&mut || made = Some(self.traced(optimizer, &call, &given)))
+        called::in_tracing(&mut || made = Some(self.traced(optimizer, call, &given)))
             .map_err(mlx)?;
-        let (form, mut roots) = made.ok_or_else(|| expected("MLX to call it"))??;
+        let (mut made, roots) = made.ok_or_else(|| expected("MLX to call it"))??;
         let no_key = array::hollow();
         let key = call.key.unwrap_or(&no_key);
-        let mut held = Vec::new();
         let found = if self.compiles {
-            let graph = (&form, &roots);
+            let graph = (&made.form, &roots);
             known.find(py, &given.tracers, graph, key).map_err(mlx)?
         } else {
             None
         };
+        made.roots = roots.arrays;
         if let Some(((graph, leaves), is_new)) = found {
-            held = graph.take_held().map_err(mlx)?;
-            let made = graph.run(&given.arrays, &leaves, key).map_err(mlx)?;
+            made.held = graph.take_held().map_err(mlx)?;
             if !is_new {
-                let is_read = given.tracers.are_read();
-                self.observe(optimizer, is_read, (graph, leaves), !held.is_empty())?;
+                let found = (graph.clone(), leaves.clone());
+                let keeps = !made.held.is_empty();
+                self.observe(optimizer, given.tracers.are_read(), found, keeps)?;
             }
-            let seen = || roots.arrays.iter().chain(&held);
-            called::detach(seen());
-            for (array, value) in seen().zip(made.roots.iter().chain(&made.held)) {
-                called::fill(array, value).map_err(mlx)?;
+            if made.form.in_engine {
+                called::detach(made.roots.iter().chain(&made.held));
+                made.roots.clear();
+                (made.graph, made.leaves) = (Some(graph), leaves);
+            } else {
+                let values = graph.run(&given.arrays, &leaves, key).map_err(mlx)?;
+                made.evaluate(values).map_err(mlx)?;
             }
-            let first = form.given.0 + form.others.len();
-            let first = made.roots.into_iter().take(first);
-            roots.arrays.splice(..first.len(), first);
         }
         given.tracers.end();
-        let mut arrays = roots.arrays.into_iter();
-        let parameters = arrays.by_ref().take(form.given.0).collect();
-        let others = form.others.iter().copied().zip(arrays.by_ref()).collect();
-        let key = if form.key { arrays.next_back() } else { None };
-        Ok(UpdateOutput {
-            parameters,
-            others,
-            key,
-            kept: arrays.chain(held).collect(),
-            ..UpdateOutput::default()
-        })
+        Ok(made)
     }
 
-    // the outputs of a call: parameters, other arrays of the model, those that the optimizer keeps and that are yet to be computed,
-    // and the random key
+    // the outputs of a call: parameters, other arrays of the model, the optimizer's, and the random key
     fn traced<'py>(
         &mut self,
         optimizer: &Bound<'py, PyAny>,
         call: &UpdateCall,
         given: &Given<'py>,
-    ) -> PyResult<(Form, Roots)> {
+    ) -> PyResult<(CalledUpdate<'py>, Roots)> {
         let py = optimizer.py();
         let (model, keys) = (self.model.bind(py), self.key_list.bind(py).clone());
         let slots = Tree::slots(model)?;
@@ -311,14 +435,14 @@ impl Update {
         let first = bridge::id(&keys.get_item(0)?);
         given.lend(py)?;
         let updated = self.update(optimizer, given);
-        given.take_back()?;
         let left = updated.and_then(|()| self.left(optimizer, (&slots, &firsts), given));
+        given.take_back()?;
         for slot in slots.iter().take(self.roles.len()) {
             slot.place.set(&slot.object)?;
         }
         let key = keys.get_item(0)?;
         keys.set_item(0, old_key)?;
-        let (mut form, mut arrays) = left?;
+        let (mut form, mut arrays, state) = left?;
         form.key = bridge::id(&key) != first;
         if form.key {
             if call.key.is_none() {
@@ -329,8 +453,16 @@ impl Update {
             }
             arrays.extend(bridge::get(&key));
         }
-        let results = arrays.len();
-        Ok((form, Roots { arrays, results }))
+        let results = if form.in_engine { 0 } else { arrays.len() };
+        let made = CalledUpdate {
+            graph: None,
+            leaves: Vec::new(),
+            state,
+            form,
+            roots: Vec::new(),
+            held: Vec::new(),
+        };
+        Ok((made, Roots { arrays, results }))
     }
 
     fn update(&mut self, optimizer: &Bound<'_, PyAny>, given: &Given<'_>) -> PyResult<()> {
@@ -362,13 +494,13 @@ impl Update {
         updated.map(drop)
     }
 
-    // the parameters, other arrays of the model that are others now, and what the optimizer keeps that is yet to be computed
-    fn left(
+    // the parameters, other arrays of the model that are others now, and the optimizer's that are others or yet to be computed
+    fn left<'py>(
         &self,
-        optimizer: &Bound<'_, PyAny>,
+        optimizer: &Bound<'py, PyAny>,
         (slots, firsts): (&[Slot<'_>], &[bool]),
-        given: &Given<'_>,
-    ) -> PyResult<(Form, Vec<Array>)> {
+        given: &Given<'py>,
+    ) -> PyResult<Left<'py>> {
         let mut parameters: Vec<Option<Array>> = vec![None; given.counts.0];
         let mut others = Vec::new();
         for ((slot, is_first), (role, path)) in slots.iter().zip(firsts).zip(self.roles.iter()) {
@@ -393,16 +525,24 @@ impl Update {
             parameters.ok_or_else(|| expected("it to leave the model its parameters"))?;
         let (others, values): (Vec<_>, Vec<_>) = others.into_iter().unzip();
         arrays.extend(values);
-        let before = arrays.len();
-        let state = pending(&Tree::slots(optimizer)?);
-        arrays.extend(state.into_iter().map(|(_, array)| array));
+        let written = given.written(Tree::slots(optimizer)?)?;
+        let in_engine = written.is_some();
+        let (state, places) = if let Some((state, places)) = written {
+            (state, Some(places))
+        } else {
+            given.take_back()?;
+            (pending(&Tree::slots(optimizer)?), None)
+        };
+        let (state, values): (Vec<_>, Vec<_>) = state.into_iter().unzip();
+        arrays.extend(values);
         let form = Form {
             given: given.counts,
-            aux: arrays.len() - before,
             others,
+            state,
+            in_engine,
             ..Form::default()
         };
-        Ok((form, arrays))
+        Ok((form, arrays, places))
     }
 
     // note whether all that the update reads and writes is known
@@ -416,7 +556,7 @@ impl Update {
         let Some(observed) = &mut self.observed else {
             return Ok(());
         };
-        let (tree, slots) = Tree::record(optimizer, Scope::Whole)?;
+        let (tree, _) = Tree::record(optimizer, Scope::Whole)?;
         let before = observed.tree.take();
         let reason = if is_read {
             "reads the value of an array"
@@ -425,12 +565,7 @@ impl Update {
         } else if !before.is_some_and(|before| tree.equals(&before, optimizer.py())) {
             "changes what the optimizer keeps beside arrays"
         } else {
-            let state = pending(&slots).into_iter().map(|(at, _)| at).collect();
-            observed.update = Some(LeftOutUpdate {
-                graph,
-                leaves,
-                state,
-            });
+            observed.update = Some(LeftOutUpdate { graph, leaves });
             observed.tree = Some(tree);
             return Ok(());
         };

@@ -410,7 +410,7 @@ impl Inner {
                 let kept = &self.traces.last()?.kept;
                 Some((kept.graph.clone()?, kept.leaves.to_vec()))
             }
-            Way::Plain(_) | Way::Nothing => None,
+            Way::Plain(_) | Way::Nothing | Way::Updated(_) => None,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Choice of the traces of a call, and of the way in which its loss is computed.
-use std::{mem::discriminant, rc::Rc};
+use std::{cell::RefCell, mem::discriminant, rc::Rc};
 
-use faststep::engine::{Compiled, Part, Rule, Task, Trace};
+use faststep::engine::{Call, Compiled, Part, Rule, Task, Trace};
 use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
@@ -10,8 +10,9 @@ use super::{
     Inner,
 };
 use crate::{
-    host::{Called, KnownGraph},
+    host::{Called, CalledUpdate, KnownGraph},
     store::Store,
+    tree::snapshot::Snapshot,
 };
 
 /// From so many graphs on, the first call with a new one runs uncompiled: it may be the only one.
@@ -33,6 +34,18 @@ pub(super) enum Way<'py> {
     LeftOut(usize),
     /// There is none: an update alone.
     Nothing,
+    /// There is none: an update by the optimizer's own code, which has been called behind the batch.
+    Updated(Behind<'py>),
+}
+
+/// An update that has been called behind a batch.
+pub(super) struct Behind<'py> {
+    /// Its outputs.
+    pub(super) update: CalledUpdate<'py>,
+    /// The arguments of its part.
+    pub(super) call: Call,
+    /// The optimizer as it was before, as long as that can be put back.
+    pub(super) before: Rc<RefCell<Option<Snapshot<'py>>>>,
 }
 
 impl<'py> Way<'py> {
@@ -40,7 +53,7 @@ impl<'py> Way<'py> {
     pub(super) fn called(&self) -> Option<&Called<'py>> {
         match self {
             Self::Called(called) | Self::Plain(called) => Some(called),
-            Self::LeftOut(_) | Self::Nothing => None,
+            Self::LeftOut(_) | Self::Nothing | Self::Updated(_) => None,
         }
     }
 }
@@ -106,7 +119,7 @@ fn parts(store: &Store, task: Task) -> PyResult<Vec<Part>> {
 /// The task of a call in which the update of this number is left out, if any.
 pub(super) fn task_of(store: &Store, task: Task, update: Option<usize>) -> Task {
     match (task, &store.rule, update) {
-        (Task::Whole, Some(Rule::Host), None) => Task::Called,
+        (Task::Whole, Some(Rule::Host), None) => Task::Clipped,
         _ => task,
     }
 }
@@ -155,6 +168,7 @@ impl Inner {
     ) -> PyResult<()> {
         let graph = match way {
             Way::Called(called) => called.graph.clone(),
+            Way::Updated(behind) => behind.update.graph.clone(),
             Way::LeftOut(_) | Way::Plain(_) | Way::Nothing => None,
         };
         for part in parts(store, task)? {
@@ -178,7 +192,8 @@ impl Inner {
                 }
                 continue;
             }
-            let graph = graph.as_ref().filter(|_| has_loss);
+            let is_its = has_loss != matches!(way, Way::Updated(_));
+            let graph = graph.as_ref().filter(|_| is_its);
             front.graph = graph.map(|graph| (graph.number, graph.inputs()));
             let key = key_of(store, part, front)?;
             self.find_part(store, user, key, graph)?;
@@ -241,9 +256,13 @@ impl Inner {
     // the share of a part that MLX compiles
     fn compiling(&self, key: &Key, has_graph: bool) -> Compiled {
         let compiles = self.options.compile && self.has_compiler;
-        let calls = matches!(&key.part, Part::Given | Part::Update(Rule::Host));
         let plain = self.plain.is_some() || (!has_graph && key.part.has_loss());
-        match (compiles, calls && key.front.update.is_none()) {
+        let calls = match &key.part {
+            Part::Given => plain || !has_graph,
+            Part::Update(Rule::Host) => key.front.update.is_none(),
+            _ => false,
+        };
+        match (compiles, calls) {
             (false, _) | (true, true) => Compiled::Nothing,
             (true, false) if plain => Compiled::Update,
             (true, false) => Compiled::Whole,

@@ -140,7 +140,10 @@ impl Inner {
     ) -> PyResult<T> {
         let mut store = shared.enter()?;
         store.look_again(prepared, &user.model, &user.optimizer)?;
-        let task = task_of(&store, task, self.update_left_out(&way));
+        let task = match task_of(&store, task, self.update_left_out(&way)) {
+            Task::Clipped => Task::Called,
+            task => task,
+        };
         let (shown, signature) = (shown(&store, prepared)?, store.signature()?);
         let updates = matches!(store.rule, Some(Rule::Host));
         let before = updates.then(|| Snapshot::take(&user.model)).transpose()?; // an update of the user's own may change it

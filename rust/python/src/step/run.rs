@@ -1,8 +1,8 @@
 //! One call of the engine by the traces that have been found.
-use std::rc::Rc;
+use std::{cell::RefCell, rc::Rc};
 
 use faststep::{
-    engine::{Call, CallTraces, Engine, Output, Outputs, Role, Rule, Stage, Task},
+    engine::{Call, CallTraces, Engine, Output, Outputs, Role, Rule, Stage, Task, UpdateCall},
     kernels, Error,
 };
 use mlx_rs::Array;
@@ -10,12 +10,12 @@ use pyo3::{exceptions::PyRuntimeError, prelude::*};
 
 use super::{
     arguments::{Arguments, Batch},
-    choose::{task_of, Way},
+    choose::{task_of, Behind, Way},
     traces::warn,
     Inner,
 };
 use crate::{
-    host::{Current, Loss, Update},
+    host::{CalledUpdate, Current, Loss, Update, UpdateWay},
     mlx::{
         bridge,
         errors::{mlx, to_python},
@@ -24,7 +24,7 @@ use crate::{
         owner::{CallsUpdate, Holder},
         Prepared, Store,
     },
-    tree::paths::dotted,
+    tree::{paths::dotted, snapshot::Snapshot},
 };
 
 /// MLX's error texts for a kernel that it cannot compile, and the explanation for the user.
@@ -71,7 +71,7 @@ impl Inner {
         &mut self,
         store: &mut Store,
         user: &Arguments<'py>,
-        prepared: &Prepared<'py>,
+        prepared: &mut Prepared<'py>,
         (batch, way): (&Batch<'py>, &mut Way<'py>),
         task: Task,
     ) -> PyResult<(Output, bool)> {
@@ -79,7 +79,7 @@ impl Inner {
         let task = task_of(store, task, self.update_left_out(way));
         let signature = store.signature()?;
         let name = |tensor: usize| dotted(signature.path(tensor));
-        let given = (prepared, batch, &mut *way);
+        let given = (&*prepared, batch, &mut *way);
         if self.shards.is_some() {
             let rule = store.rule.as_ref();
             self.awaited = rule.map_or(1, |rule| task.parts(rule).len());
@@ -98,7 +98,15 @@ impl Inner {
             },
         );
         self.ranks = ranks;
-        let output = output?;
+        let mut output = output?;
+        if output.calls {
+            self.awaited += usize::from(self.shards.is_some());
+            let given = (&mut *prepared, batch, &*way);
+            output = self.update_behind(store, user, given, output)?;
+            self.traces.use_again(|entry| entry.key.part.has_loss());
+        } else if task == Task::Clipped {
+            self.show_batch(store, user, prepared, true)?;
+        }
         let seconds = started.elapsed().as_secs_f64();
         let new = self.traces.settle(seconds);
         if new {
@@ -198,7 +206,7 @@ impl Inner {
             Way::LeftOut(_) if own.is_none() => ("native", None),
             Way::Called(called) if called.is_check && own.is_none() => ("native", None),
             Way::LeftOut(_) | Way::Called(_) => ("called", own),
-            Way::Nothing => return,
+            Way::Nothing | Way::Updated(_) => return,
         };
     }
 
@@ -208,16 +216,14 @@ impl Inner {
         store: &Store,
         user: &Arguments<'_>,
         batch: &Batch<'_>,
-        way: &mut Way<'_>,
+        (way, calls): (&mut Way<'_>, bool),
     ) -> PyResult<Call> {
         let py = user.py();
-        let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("there is no random key");
         let key = bridge::get(&store.key_list.bind(py).get_item(0)?).ok_or_else(missing)?;
         let mut others = vec![store.others.clone()];
         let eager = self.traces.last().is_none_or(|last| last.trace.is_eager());
         let by_itself = eager && self.options.compile && self.has_compiler;
-        let leaves_out = matches!(way, Way::LeftOut(_));
         let loss = match way {
             Way::Called(called) => {
                 others.push(Rc::new(called.leaves.clone().into()));
@@ -236,29 +242,184 @@ impl Inner {
                 let graph = last.and_then(|last| last.kept.graph.clone());
                 graph.map_or(Loss::None, |graph| Loss::Graph(graph, by_itself))
             }
-            Way::Nothing => Loss::None,
+            Way::Nothing | Way::Updated(_) => Loss::None,
+        };
+        let (update, call) = match (way, self.own_updates.left_out()) {
+            (Way::Updated(behind), _) => (behind.update.way(), Some(behind.call.clone())),
+            (Way::LeftOut(_), Some(it)) => {
+                let way = UpdateWay::Graph(it.graph.clone(), Some(it.leaves.clone()));
+                (way, None)
+            }
+            _ if calls => (
+                UpdateWay::Call(Box::new(self.update_of(store, user, false)?)),
+                None,
+            ),
+            _ => (UpdateWay::Nothing, None),
         };
         self.host.current.replace(Some(Current {
             loss,
-            update: Update {
-                model: user.model.clone().unbind(),
-                key_list: store.key_list.clone_ref(py),
-                trainable: signature.trainable.clone_ref(py),
-                roles: signature.roles.clone(),
-                transform: self.own_updates.transform().cloned(),
-                compiles: self.options.compile && self.has_compiler,
-                left_out: self.own_updates.left_out().filter(|_| leaves_out).cloned(),
-                watched: self.own_updates.list(&user.optimizer)?,
-                observed: self.own_updates.observes(),
-            },
+            update,
             optimizer: user.optimizer.clone().unbind(),
             raised: None,
         }));
         let arrays = batch.arrays.iter().cloned();
-        Ok(Call {
+        Ok(call.unwrap_or_else(|| Call {
             others,
             rest: std::iter::once(key).chain(arrays).collect(),
+        }))
+    }
+
+    // the objects of a called update
+    fn update_of(&self, store: &Store, user: &Arguments<'_>, in_engine: bool) -> PyResult<Update> {
+        let (py, signature) = (user.py(), store.signature()?);
+        Ok(Update {
+            model: user.model.clone().unbind(),
+            key_list: store.key_list.clone_ref(py),
+            trainable: signature.trainable.clone_ref(py),
+            roles: signature.roles.clone(),
+            transform: self.own_updates.transform().cloned(),
+            compiles: self.options.compile && self.has_compiler,
+            in_engine,
+            watched: self.own_updates.list(&user.optimizer)?,
+            observed: self.own_updates.observes(),
         })
+    }
+
+    // the update by the optimizer's own code behind a batch that has been taken; an error leaves all as it was
+    fn update_behind<'py>(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'py>,
+        (prepared, batch, way): (&mut Prepared<'py>, &Batch<'py>, &Way<'py>),
+        taken: Output,
+    ) -> PyResult<Output> {
+        let before = Rc::new(RefCell::new(Some(Snapshot::take(&user.optimizer)?)));
+        let started = std::time::Instant::now();
+        let called = self.call_update(store, user, way, &taken.batch);
+        let seconds = started.elapsed().as_secs_f64();
+        let outcome = called.and_then(|(mut update, call)| {
+            prepared.state = update.state.take().unwrap_or_default();
+            let behind = Behind {
+                update,
+                call,
+                before: before.clone(),
+            };
+            self.evaluate_update(store, user, (prepared, batch), behind)
+        });
+        let error = match outcome {
+            Ok(update) => {
+                let mut spent = update.seconds;
+                spent.build += seconds;
+                return Ok(Output {
+                    batch: taken.batch.and(update.batch),
+                    update: None,
+                    calls: true,
+                    seconds: spent,
+                });
+            }
+            Err(error) => error,
+        };
+        self.own_updates.observed = None;
+        if let Some(before) = before.take() {
+            before.restore()?;
+        }
+        if let Some(engine) = &mut store.engine {
+            engine.without_update();
+        }
+        self.show_batch(store, user, prepared, false)?;
+        Err(error)
+    }
+
+    fn evaluate_update<'py>(
+        &mut self,
+        store: &mut Store,
+        user: &Arguments<'py>,
+        (prepared, batch): (&Prepared<'py>, &Batch<'py>),
+        behind: Behind<'py>,
+    ) -> PyResult<Output> {
+        let mut way = Way::Updated(behind);
+        let given = (prepared, batch, &mut way);
+        let name = |_: usize| String::new();
+        let (mut ranks, update) = (self.ranks.take(), self.updates + 1);
+        let output = self.evaluate(
+            store,
+            user,
+            given,
+            Task::Given,
+            &mut |engine, traces, call, holder| {
+                let ranks = ranks.as_mut().map(|ranks| (ranks, update));
+                let outcome = engine.call(Task::Given, traces, call, &name, holder, ranks);
+                let done = outcome.is_ok();
+                (outcome, done)
+            },
+        );
+        self.ranks = ranks;
+        let output = output?;
+        if let Way::Updated(behind) = &way {
+            behind.update.fill(&output.batch.kept).map_err(mlx)?;
+        }
+        Ok(output)
+    }
+
+    // show what a batch that no update follows has changed
+    fn show_batch<'py>(
+        &mut self,
+        store: &Store,
+        user: &Arguments<'py>,
+        prepared: &Prepared<'py>,
+        done: bool,
+    ) -> PyResult<()> {
+        let signature = store.signature()?;
+        let Some(engine) = &store.engine else {
+            return Ok(());
+        };
+        let holder = Holder::new(user.py(), prepared, &signature.roles, None, None);
+        let mut holder = holder.behind(std::mem::take(&mut self.released), None);
+        holder.show(engine, done)
+    }
+
+    // call the optimizer with the gradients of a batch; the arguments of the part that follows
+    fn call_update<'py>(
+        &mut self,
+        store: &Store,
+        user: &Arguments<'py>,
+        way: &Way<'py>,
+        batch: &Outputs,
+    ) -> PyResult<(CalledUpdate<'py>, Call)> {
+        let missing = || PyRuntimeError::new_err("the step has not been prepared");
+        if let Way::Called(called) | Way::Plain(called) = way {
+            let values = batch.loss.iter().chain(&batch.aux);
+            called.fill(values).map_err(mlx)?; // the optimizer's code may read them
+        }
+        let engine = store.engine.as_ref().ok_or_else(missing)?;
+        let last = self.traces.last().ok_or_else(missing)?;
+        let (parameters, gradients) = engine.given(&last.trace.recipe).map_err(mlx)?;
+        let key = bridge::get(&store.key_list.bind(user.py()).get_item(0)?).ok_or_else(missing)?;
+        let call = Call {
+            others: vec![store.others.clone()],
+            rest: vec![key],
+        };
+        let count = store.others.len();
+        let mut call = call.behind(count, batch);
+        let others: Vec<Array> = call.others().cloned().collect();
+        let mut update = self.update_of(store, user, store.has_own_state())?;
+        let given = UpdateCall {
+            gradients: &gradients,
+            parameters: &parameters,
+            state: engine.state(),
+            others: &others,
+            key: call.rest.first(),
+        };
+        let called = self
+            .host
+            .call_update(&mut update, &user.optimizer, &given)?;
+        self.own_updates.observed = update.observed;
+        let moved = called.state.is_none() || called.keeps();
+        self.own_updates.note_moved(store.has_own_state() && moved);
+        if called.graph.is_some() {
+            call.others.push(Rc::new(called.leaves.clone().into()));
+        }
+        Ok((called, call))
     }
 
     fn attempt<'py, T>(
@@ -272,11 +433,17 @@ impl Inner {
     ) -> Result<T, Failure> {
         let signature = store.signature()?;
         let missing = || PyRuntimeError::new_err("the step has not been prepared");
-        let call = self.enter_host(store, user, batch, way)?;
+        let updates = self.calls_update(store, task, way);
+        let call = self.enter_host(store, user, batch, (way, updates))?;
         if let Way::Called(called) = way {
             called.release();
         }
-        let updates = self.calls_update(store, task, way);
+        let goes_on = task == Task::Clipped;
+        let before = match &*way {
+            Way::Updated(behind) => Some(behind.before.clone()),
+            _ => None,
+        };
+        let released = before.is_some() && std::mem::take(&mut self.released);
         let engine = store.engine.as_mut().ok_or_else(missing)?;
         let moments = store.moments.as_mut();
         let fill = |outputs: &Outputs| match &*way {
@@ -287,14 +454,23 @@ impl Inner {
             optimizer: &user.optimizer,
             fill: &fill,
         });
-        let mut holder = Holder::new(user.py(), prepared, &signature.roles, moments, calls);
+        let holder = Holder::new(user.py(), prepared, &signature.roles, moments, calls);
+        let mut holder = holder.before_call(goes_on).behind(released, before);
         let traces = self.traces.of(task).ok_or_else(missing)?;
         let (outcome, done) = work(engine, traces, call, &mut holder);
         store.clock.enter(Stage::Objects);
-        let shown = holder.show(engine, done);
+        let shown = if goes_on && outcome.is_ok() {
+            self.released = holder.has_released();
+            Ok(())
+        } else {
+            holder.show(engine, done)
+        };
         let current = self.host.current.take();
-        let (raised, observed) = current.map_or((None, None), |it| (it.raised, it.update.observed));
-        self.own_updates.observed = observed.filter(|_| done);
+        let (raised, update) =
+            current.map_or((None, UpdateWay::Nothing), |it| (it.raised, it.update));
+        if let UpdateWay::Call(update) = update {
+            self.own_updates.observed = update.observed.filter(|_| done);
+        }
         if let (Err(_), Way::Called(called)) = (&outcome, &*way) {
             self.recover(store, user, prepared, batch, called)?;
         }

@@ -2,7 +2,7 @@
 use std::rc::Rc;
 
 use faststep::engine::{
-    self, CallTraces, Causes, HeldArrays, Task, Tensor, Trace, TraceCache, TraceEntry,
+    self, CallTraces, Causes, HeldArrays, Part, Task, Tensor, Trace, TraceCache, TraceEntry,
 };
 use pyo3::{exceptions::PyRuntimeWarning, prelude::*};
 
@@ -314,7 +314,15 @@ impl Causes<CallKey> for ByName<'_, '_> {
 
     fn changed(&self, last: &Key, new: &Key) -> Option<String> {
         let (old, now) = (&last.front, &new.front);
-        if old.options != now.options || last.part != new.part {
+        if new.part == Part::Given && old.graph != now.graph {
+            let same = old.graph.map(|it| it.0) == now.graph.map(|it| it.0);
+            Some(if same {
+                "the update of the optimizer: a number in it has changed, and is an input now"
+                    .into()
+            } else {
+                "the update of the optimizer: it computes something else".into()
+            })
+        } else if old.options != now.options || last.part != new.part {
             Some("optimizer: an option has changed".into())
         } else if old.batch.tensors() != now.batch.tensors() {
             None

@@ -1,5 +1,5 @@
-//! Updates by an optimizer of the user's own that are left out, in steps whose loss is left out: while a watch list holds that covers
-//! all that they read. The optimizer's arrays are the engine's state then.
+//! Updates by an optimizer of the user's own: called behind the batch, or left out, in steps whose loss is left out, while a watch list
+//! holds that covers all that they read. The engine has the optimizer's arrays, unless each update leaves others.
 use std::rc::Rc;
 
 use faststep::engine::{array::id, Needs, Rule, Task};
@@ -16,6 +16,9 @@ use crate::{
 
 /// The most reasons against leaving updates out before the optimizer is called always.
 const TRIES: usize = 6;
+
+/// Updates that leave other arrays than before, behind which the optimizer has its arrays itself.
+const UNSTEADY_UPDATES: usize = 3;
 
 /// Reason against leaving updates out.
 const UNSTEADY: &str = "computes something else, though nothing has changed that is watched";
@@ -48,8 +51,9 @@ pub struct Updates {
     transform: Option<Rc<Py<PyAny>>>, // the function that changes the gradients
     listed: Option<Rc<WatchList>>,
     stands: Option<Stands>,
-    fits: bool,   // true if what stands is valid at this step
-    stood: usize, // so many have
+    unsteady: usize, // the number of updates that have left arrays unknown to the engine
+    fits: bool,      // true if what stands is valid at this step
+    stood: usize,    // so many have
     tries: usize,
     /// Observations of the last call.
     pub observed: Option<Observed>,
@@ -114,9 +118,35 @@ impl Updates {
         Ok(list.look(optimizer)?.is_none().then(|| list.clone()))
     }
 
+    /// Note whether an update has left arrays that the engine has not.
+    pub fn note_moved(&mut self, moved: bool) {
+        self.unsteady += usize::from(moved);
+    }
+
     /// Why the optimizer is called, where that is known.
     pub fn reason(&self) -> Option<&str> {
         self.reason.as_deref()
+    }
+
+    // note a call beside the update that stands; a warning, if calls have been left out that should not
+    fn note_beside(&mut self, update: &LeftOutUpdate, watches: bool) -> Option<String> {
+        let stands = self.stands.as_ref()?;
+        if !stands.update.is_comparable(update) {
+            return None;
+        }
+        let is_same = stands.update.is(update);
+        if self.fits && !is_same {
+            self.refuse(UNSTEADY.into());
+            return Some(format!(
+                "the update of the optimizer {UNSTEADY}: steps before this one may have been computed without that. It is called at \
+                 each step from here on"
+            ));
+        }
+        if !self.fits && (watches || !is_same) {
+            let reason = self.reason.take();
+            self.refuse(reason.unwrap_or_else(|| "computes something else than before".into()));
+        }
+        None
     }
 
     fn refuse(&mut self, reason: String) {
@@ -135,16 +165,19 @@ impl Inner {
         task: Task,
         take: Take<'py>,
     ) -> PyResult<Prepared<'py>> {
-        let takes_state = self.own_updates.stands.is_some() && self.traces.stand();
+        let stands = self.own_updates.stands.is_some() && self.traces.stand();
+        let compiles = self.options.compile && self.has_compiler;
+        let steady = compiles && self.own_updates.unsteady < UNSTEADY_UPDATES;
+        let takes_state = stands || (steady && !task.accumulates());
         let transforms = self.own_updates.transform.is_some();
-        store.set_own_update(user.py(), takes_state, transforms)?;
+        store.set_own_update(user.py(), (takes_state, stands), transforms)?;
         store.set_shared_out(user.py(), self.shared_out.as_ref())?;
         store.set_shards(user.py(), self.shards.as_ref())?;
         let prepared = take(store, &user.model, &user.optimizer, self.needs(task))?;
         store.give_max_norm(self.options.max_grad_norm);
         let own = &mut self.own_updates;
         own.fits = false;
-        if let (Some(stands), Some(list), true) = (&mut own.stands, &own.listed, takes_state) {
+        if let (Some(stands), Some(list), true) = (&mut own.stands, &own.listed, stands) {
             let changed = list.look(&user.optimizer)?;
             own.fits = changed.is_none() && stands.fits(user.py(), store)?;
             if !own.fits {
@@ -177,21 +210,12 @@ impl Inner {
             return Ok(());
         };
         let own = &mut self.own_updates;
-        if let Some(stands) = &own.stands {
-            if own.fits && !stands.update.is(&update) {
-                own.refuse(UNSTEADY.into());
-                if way.called().is_some_and(|called| called.is_check) {
-                    let message = format!(
-                        "the update of the optimizer {UNSTEADY}: steps before this one may have been computed without that. It is \
-                         called at each step from here on"
-                    );
-                    warn(py, &message)?;
-                }
-            } else if !own.fits && (store.takes_state() || !stands.update.is(&update)) {
-                let reason = own.reason.take();
-                own.refuse(reason.unwrap_or_else(|| "computes something else than before".into()));
-            }
-            return Ok(());
+        if own.stands.is_some() {
+            let is_check = way.called().is_some_and(|called| called.is_check);
+            let message = own.note_beside(&update, store.watches());
+            return message
+                .filter(|_| is_check)
+                .map_or(Ok(()), |message| warn(py, &message));
         }
         if let Some(list) = own.list(&user.optimizer)? {
             if update.leaves.iter().all(|leaf| list.has(id(leaf))) {
@@ -229,9 +253,9 @@ impl Inner {
             .filter(|_| matches!(way, Way::LeftOut(_)))
     }
 
-    /// Return whether an optimizer of the user's own is called.
+    /// Return whether an optimizer of the user's own is called within a part.
     pub(super) fn calls_update(&self, store: &Store, task: Task, way: &Way<'_>) -> bool {
         let own = task.updates() && matches!(store.rule, Some(Rule::Host));
-        own && self.update_left_out(way).is_none()
+        own && self.update_left_out(way).is_none() && !matches!(way, Way::Updated(_))
     }
 }

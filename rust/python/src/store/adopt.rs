@@ -128,7 +128,7 @@ impl Store {
             })
             .map_err(|error| to_python(&error))?;
         }
-        let scope = if self.takes_own_state() {
+        let scope = if self.has_own_state() {
             Scope::Whole
         } else {
             Scope::Options
@@ -256,14 +256,9 @@ impl Store {
     ) -> PyResult<Vec<Slot<'py>>> {
         match &self.moments {
             Some(moments) => Ok(moments.scalars(optimizer.py())?.unwrap_or_default()),
-            None if self.takes_own_state() => Tree::slots(optimizer),
+            None if self.has_own_state() => Tree::slots(optimizer),
             None => Ok(Vec::new()),
         }
-    }
-
-    // whether the engine's state is that of an optimizer of the user's own
-    fn takes_own_state(&self) -> bool {
-        self.takes_state && matches!(self.rule, Some(Rule::Host))
     }
 }
 

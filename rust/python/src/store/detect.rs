@@ -4,7 +4,7 @@ use std::{
     rc::Rc,
 };
 
-use faststep::engine::{Layout, Role, Rule, Rules, Tensor};
+use faststep::engine::{array::id, Layout, Role, Rule, Rules, Tensor};
 use mlx_rs::Array;
 use pyo3::{intern, prelude::*};
 
@@ -33,7 +33,7 @@ impl Store {
         let (Some(current), Some(engine)) = (&self.current, &self.engine) else {
             return Vec::new();
         };
-        let id = |array: Option<&Array>| array.map_or(0, faststep::engine::array::id);
+        let id = |array: Option<&Array>| array.map_or(0, id);
         let roles = current.roles.iter().map(|(role, _)| match role {
             Role::Parameter(i) => id(engine.parameters().get(*i)),
             Role::Other(i) => self.others.ids().get(*i).copied().unwrap_or(0),
@@ -209,8 +209,14 @@ impl Store {
         let Some(engine) = self.engine.as_ref().filter(|_| self.takes_state) else {
             return Ok(Some(Vec::new())); // it keeps its state itself, and reads its options as it updates
         };
-        let state = engine.state().iter().take(engine.places().optimizer);
-        let known: Vec<usize> = state.map(faststep::engine::array::id).collect();
+        if !self.watches {
+            let slots = Tree::slots(optimizer)?;
+            let mut pairs = slots.iter().zip(engine.state());
+            let fits = slots.len() == engine.state().len()
+                && pairs.all(|(slot, known)| slot.holds(known) || has_form(slot, known));
+            return Ok(fits.then_some(slots));
+        }
+        let known: Vec<usize> = engine.state().iter().map(id).collect();
         let last = self.options.last().map(|(_, known)| &known.all);
         let slots = last.and_then(|tree| tree.check(optimizer, Scope::Whole, &known));
         if slots.is_some() {
@@ -296,6 +302,11 @@ impl Store {
         });
         Ok(())
     }
+}
+
+fn has_form(slot: &Slot<'_>, known: &Array) -> bool {
+    let array = bridge::get(&slot.object);
+    array.is_some_and(|array| array.shape() == known.shape() && array.dtype() == known.dtype())
 }
 
 // the trainable parameters as a tree of holes, and their paths

@@ -1,5 +1,5 @@
 //! Release of the user's arrays before an evaluation, and their new values after it.
-use std::collections::HashMap;
+use std::{cell::RefCell, collections::HashMap, rc::Rc};
 
 use faststep::engine::{Engine, Outputs, Owner, Role};
 use mlx_rs::error::{Exception, Result as MlxResult};
@@ -26,7 +26,9 @@ pub struct Holder<'a, 'py> {
     roles: &'a [(Role, Vec<String>)],
     moments: Option<&'a mut Moments>,
     calls: Option<CallsUpdate<'a, 'py>>,
+    goes_on: bool, // code that may come by the arrays is called behind this part
     before: Option<Snapshot<'py>>, // the optimizer, before its own code is called
+    called: Option<Rc<RefCell<Option<Snapshot<'py>>>>>, // the same, where that has been called
     released: bool,
     held: bool,
     error: Option<PyErr>,
@@ -47,7 +49,9 @@ impl<'a, 'py> Holder<'a, 'py> {
             roles,
             moments,
             calls,
+            goes_on: false,
             before: None,
+            called: None,
             released: false,
             held: false,
             error: None,
@@ -60,6 +64,34 @@ impl<'a, 'py> Holder<'a, 'py> {
             Role::Parameter(index) => Some((*index, slot)),
             Role::Other(_) => None,
         })
+    }
+
+    /// Take a batch whose update is called behind it.
+    pub fn before_call(mut self, goes_on: bool) -> Self {
+        self.goes_on = goes_on;
+        self
+    }
+
+    /// Go on behind a batch, for which arrays may have to be shown; `before`: the optimizer as it was before its code was called, as
+    /// long as that can be put back.
+    pub fn behind(
+        mut self,
+        released: bool,
+        before: Option<Rc<RefCell<Option<Snapshot<'py>>>>>,
+    ) -> Self {
+        (self.released, self.called) = (released, before);
+        self
+    }
+
+    // let go of the optimizer as it was, or that would hold arrays that the update writes over
+    fn drop_before(&mut self) {
+        self.before = None;
+        self.called.iter().for_each(|before| drop(before.take()));
+    }
+
+    /// Return whether the arrays of the engine are to be shown.
+    pub fn has_released(&self) -> bool {
+        self.released
     }
 
     /// Show what the engine holds, where `release` was called, or where a call that is done has laid it out again. Where nothing has
@@ -98,10 +130,10 @@ impl<'a, 'py> Holder<'a, 'py> {
 impl Owner for Holder<'_, '_> {
     fn release(&mut self) {
         self.released = true;
-        if self.calls.is_some() {
+        if self.calls.is_some() || self.goes_on {
             return; // code that is yet to be called may come by the arrays
         }
-        self.before = None; // or it would hold arrays that the update writes over
+        self.drop_before();
         let hollow = faststep::engine::array::hollow();
         let mut slots: HashMap<usize, isize> = HashMap::new(); // of an object that stands in the model twice
         if self.prepared.aliased {
@@ -128,6 +160,7 @@ impl Owner for Holder<'_, '_> {
     }
 
     fn holds_alone(&mut self) -> Option<usize> {
+        self.drop_before();
         let prepared = self.prepared;
         let hidden = self
             .moments

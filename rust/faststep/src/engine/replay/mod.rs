@@ -20,7 +20,7 @@ use crate::{
         array, blas, memory,
         replay::{self, ScalarsApart},
     },
-    trace::{Call, Captured, Given, Outputs, Part, Replay, Trace},
+    trace::{Call, Captured, Given, Outputs, Replay, Trace},
 };
 use resident::copied;
 
@@ -119,7 +119,7 @@ impl Engine {
         Ok(Launch {
             captured,
             call,
-            updates: matches!(trace.recipe.part, Part::Whole(_) | Part::Update(_)),
+            updates: trace.sets_parameters(),
             keeps_masters: trace.recipe.options.compute_dtype.is_some(),
             outputs: Outputs::default(),
         })

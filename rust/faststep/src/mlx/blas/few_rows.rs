@@ -10,8 +10,10 @@
 
 use std::sync::OnceLock;
 
-use super::cblas::{Gemm, BY_ROWS, PLAIN, TRANSPOSED};
-use crate::mlx::ffi::{faststep_few_rows, FewRows};
+use crate::mlx::{
+    cblas::{Gemm, BY_ROWS, PLAIN, TRANSPOSED},
+    ffi::{faststep_few_rows, FewRows},
+};
 
 /// The most rows: of 128, whose numbers are read again for each 32 columns, OpenBLAS makes better use of the caches.
 const MOST_ROWS: usize = 64;

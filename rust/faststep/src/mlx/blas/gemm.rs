@@ -30,11 +30,14 @@ use std::{
 };
 
 use super::{
-    cblas::{Gemm, BY_COLUMNS, BY_ROWS, PLAIN, TRANSPOSED},
     few_rows,
     share::{Chunk, Helpers},
 };
-use crate::mlx::{ffi::FewRows, rebind::Function};
+use crate::mlx::{
+    cblas::{Gemm, BY_COLUMNS, BY_ROWS, PLAIN, TRANSPOSED},
+    ffi::FewRows,
+    rebind::Function,
+};
 
 /// The unit of row cuts: 48, of which 4, 6, 8, 12, 16 and 24 are factors.
 const EDGE: usize = 48;

@@ -30,12 +30,6 @@
     target_env = "gnu",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
-mod cblas;
-#[cfg(all(
-    target_os = "linux",
-    target_env = "gnu",
-    any(target_arch = "x86_64", target_arch = "aarch64")
-))]
 mod few_rows;
 #[cfg(all(
     target_os = "linux",
@@ -51,7 +45,7 @@ use std::path::{Path, PathBuf};
 
 use crate::mlx::rebind::RebindError;
 
-pub(crate) use imp::{bound, of_mlx, share, team, Gemm, Sgemm};
+pub(crate) use imp::{bound, of_mlx, share, team, Sgemm};
 pub(crate) use units::Units;
 
 /// The result of [`bind`].
@@ -106,10 +100,7 @@ mod imp {
         path::Path,
     };
 
-    pub use super::{
-        cblas::Gemm,
-        gemm::{bound, of_mlx, share, team, Sgemm},
-    };
+    pub use super::gemm::{bound, of_mlx, share, team, Sgemm};
 
     pub fn bind(path: &Path) -> Result<Vec<String>, BlasError> {
         let library = Library::open(path)?;
@@ -179,6 +170,7 @@ mod imp {
         share::{Chunk, Helpers},
         BlasError,
     };
+    use crate::mlx::cblas::Gemm;
     use std::path::Path;
 
     /// A function that does not exist: nothing is bound to OpenBLAS on this system.
@@ -202,9 +194,6 @@ mod imp {
     pub fn bound() -> Option<Sgemm> {
         None
     }
-
-    /// `cblas_?gemm`, which nothing is bound to.
-    pub type Gemm<E, S> = extern "C" fn(E, S);
 
     pub fn of_mlx() -> Option<Gemm<f32, f32>> {
         None

@@ -115,14 +115,19 @@ impl<'a> Body<'a> {
         Ok(outputs)
     }
 
-    // what an update by the host's optimizer is given: nothing else changes by it
+    // clipped gradients for an update by the host's optimizer
     fn clipped(&self, inputs: &Inputs) -> Result<Outputs> {
         let (mut outputs, batch) = self.checked_batch(inputs)?;
-        outputs.given = batch.gradients;
-        if !batch.rebound.is_empty() {
-            outputs.given.extend(self.weights(inputs, &batch.rebound)?);
+        let good = batch.good.as_ref();
+        let (first, _) = self.window(inputs)?;
+        for (at, gradient) in (first..).zip(&batch.gradients) {
+            let dtype = inputs.state[at].dtype();
+            outputs.state.push((at, gradient.as_dtype(dtype)?));
         }
-        self.finish_outputs(inputs, batch.good.as_ref(), &mut outputs)?;
+        if !batch.rebound.is_empty() {
+            self.assign(inputs, &batch.rebound, good, &mut outputs)?;
+        }
+        self.finish_outputs(inputs, good, &mut outputs)?;
         Ok(outputs)
     }
 

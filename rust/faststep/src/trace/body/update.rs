@@ -39,19 +39,15 @@ impl Body<'_> {
 
     // the update by the host's optimizer of a batch that is taken
     pub(super) fn update_by_host(&self, inputs: &Inputs) -> Result<Outputs> {
-        let (key, given) = inputs.rest.split_first().ok_or_else(short)?;
-        let count = self.recipe.layout.len();
-        let (gradients, assigned) = given.split_at_checked(count).ok_or_else(short)?;
-        let weights = match assigned {
-            [] => self.weights(inputs, &[])?,
-            assigned => assigned.to_vec(),
-        };
+        let layout = &self.recipe.layout;
+        let (first, _) = self.window(inputs)?;
+        let gradients = &inputs.state[first..first + layout.len()];
         let updated = self.host.update(UpdateCall {
-            gradients,
-            parameters: &weights,
+            gradients: &self.recipe.gradients(gradients)?,
+            parameters: &self.weights(inputs, &[])?,
             state: &inputs.state[..self.recipe.places.optimizer],
             others: inputs.others,
-            key: Some(key),
+            key: inputs.rest.first(),
         })?;
         let mut outputs = Outputs::default();
         let new = take(updated, &mut outputs);
@@ -98,19 +94,13 @@ impl Body<'_> {
                     .state
                     .push((first + buffer, choose(good, average, old)?));
             }
-            if let Some(at) = self.master(buffer) {
+            if let Some(at) = self.recipe.master(buffer) {
                 let shown = weight.as_dtype(layout.dtype(buffer))?;
                 outputs.state.push((at, std::mem::replace(weight, shown)));
             }
         }
         outputs.parameters = new;
         Ok(())
-    }
-
-    // the place of the buffer's master, where it has one that this step updates
-    fn master(&self, buffer: usize) -> Option<usize> {
-        self.recipe.options.compute_dtype?;
-        self.recipe.places.master(&self.recipe.layout, buffer)
     }
 
     // `left`: other arrays to which the loss has assigned
@@ -194,7 +184,7 @@ impl Body<'_> {
         let layout = &self.recipe.layout;
         let mut weights = self.buffers(inputs);
         for (buffer, weight) in weights.iter_mut().enumerate() {
-            if let Some(at) = self.master(buffer) {
+            if let Some(at) = self.recipe.master(buffer) {
                 *weight = inputs.state[at].clone();
             }
         }

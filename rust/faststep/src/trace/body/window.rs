@@ -110,13 +110,7 @@ impl Body<'_> {
             // with a guard, all batches of the window may have been skipped
             _ => total.ne(Array::from_f32(0.0))?.contiguous()?,
         };
-        let mut gradients = clip::by(&sums, &factor)?;
-        if self.recipe.options.compute_dtype.is_none() {
-            let shown = gradients.iter().enumerate();
-            gradients = shown
-                .map(|(buffer, gradient)| gradient.as_dtype(layout.dtype(buffer)))
-                .collect::<Result<_>>()?;
-        }
+        let mut gradients = self.recipe.gradients(&clip::by(&sums, &factor)?)?;
         if let Some(max_value) = self.recipe.options.max_grad_value {
             gradients = clip::by_value(&gradients, max_value)?;
         }
@@ -134,7 +128,7 @@ impl Body<'_> {
     }
 
     // the place of the window's first array, and the sum of its weights
-    fn window<'b>(&self, inputs: &Inputs<'b>) -> Result<(usize, &'b Array)> {
+    pub(super) fn window<'b>(&self, inputs: &Inputs<'b>) -> Result<(usize, &'b Array)> {
         let places = &self.recipe.places;
         let total = places.total(&self.recipe.layout);
         let (Some(first), Some(total)) = (places.window, total) else {

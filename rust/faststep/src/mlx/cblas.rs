@@ -1,5 +1,7 @@
 //! The signature of CBLAS's matrix products, and the numbers of its enumerations.
-use libc::c_int;
+#![cfg_attr(not(target_os = "linux"), allow(dead_code))] // the platform's own BLAS is MLX's
+
+use std::ffi::c_int;
 
 /// Matrices row after row.
 pub const BY_ROWS: c_int = 101;
