@@ -24,7 +24,7 @@ _REMEDY = {
 
 
 class Cut(NamedTuple):
-    """How an array is cut: each of its segments, into as many parts as there are ranks.
+    """A cut of an array: of each of its segments, into as many parts as there are ranks.
 
     Attributes:
         axis: Along which axis.
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
         at, length = self.segments, array.shape[self.axis]
         if not isinstance(at, int):
             at = [each // size if isinstance(each, int) else int(each * length) for each in at]
-        parts: Any = mx.split(array, at, axis=self.axis)  # which is said to be an array
+        parts: Any = mx.split(array, at, axis=self.axis)  # a list, though typed as an array
         return list(parts)
 
 

@@ -69,6 +69,7 @@ fn trace(layout: &Rc<Layout>, host: &Rc<Squares>) -> Trace {
         places: Places::behind(4),
         options: Options::default().nonfinite(Nonfinite::Allow).in_flight(0),
         others: 0,
+        shards: None,
     };
     Trace::new(recipe, host.clone(), Compiled::Whole)
 }

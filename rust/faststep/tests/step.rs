@@ -110,6 +110,7 @@ impl Run {
             places: engine.places(),
             options: options.max_grad_norm(max_grad_norm),
             others: 0,
+            shards: None,
         };
         Self {
             trace: Trace::new(

@@ -150,7 +150,7 @@ pub(super) fn order_hash(order: &[usize]) -> f32 {
 
 // what all ranks must have alike, for the same arithmetic and the same decisions
 pub(super) fn options_hash(options: &Options) -> f32 {
-    hash(&format!(
+    hash(format!(
         "{:?}",
         (
             options.max_grad_norm,
@@ -398,7 +398,7 @@ impl Ranks {
         match &self.layout {
             Some((known, hash)) if Rc::ptr_eq(known, layout) => *hash,
             _ => {
-                let hash = hash(&format!("{layout:?}"));
+                let hash = hash(format!("{layout:?}"));
                 self.layout = Some((layout.clone(), hash));
                 hash
             }
