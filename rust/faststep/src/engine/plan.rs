@@ -99,7 +99,7 @@ impl Engine {
             is_given: trace.recipe.part == Part::Given,
             by_buffer: trace.recipe.updates_by_buffer(),
             evaluated: trace.evaluated,
-            eager: trace.is_eager(),
+            eager: trace.is_eager() && trace.recipe.part != Part::Given, // that is called before its part
         });
         let planned = go_through(&PlanInputs {
             layout: &self.layout,

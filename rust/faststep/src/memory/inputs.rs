@@ -5,6 +5,7 @@ use crate::{evaluation::Evaluated, layout::Layout, trace::Outputs};
 
 /// A part of a step that has been traced.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::struct_excessive_bools)] // each is an answer of its own
 pub(crate) struct PlannedPart<'a> {
     pub outputs: &'a Outputs,
     pub keep_gradients: bool,

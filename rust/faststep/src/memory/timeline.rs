@@ -291,7 +291,7 @@ impl<'a> Timeline<'a> {
                 // kept for an update that may fail
                 let simulator = &mut self.simulated.simulator;
                 simulator.keep(Slot::Window, plan.window())?;
-            } else if updates && !self.evaluated[last].tried {
+            } else if updates && !plan.parts[last].is_given && !self.evaluated[last].tried {
                 let mut part = plan.parts[last];
                 self.simulated.begin(&part)?;
                 self.simulated.try_out(&mut part)?;
