@@ -50,6 +50,11 @@ pub(super) fn check(
     let loss = loss.and_then(std::result::Result::ok).unwrap_or(f32::NAN);
     let limit = guard.and_then(|guard| guard.max_loss);
     if loss.is_finite() && limit.is_none_or(|limit| f64::from(loss) <= limit) {
+        if norm_of(batch).is_some_and(f32::is_nan) {
+            // those of this rank are numbers
+            let whose = "those of another rank, which shares the model, have NaN values";
+            return refuse(format!("the gradients: {whose}"));
+        }
         return check_norm(batch, "the gradients"); // or the weight is none: nothing to average, and nothing bad
     }
     refuse(format!("the loss is {loss}, not finite or above max_loss"))
@@ -68,19 +73,16 @@ pub(super) fn check_update(update: &Outputs) -> Result<()> {
 }
 
 fn check_norm(outputs: &Outputs, what: &str) -> Result<()> {
-    let norm = outputs.norm.as_ref().map(Array::try_item_exact::<f32>);
-    match norm.and_then(std::result::Result::ok) {
+    match norm_of(outputs) {
         Some(norm) if norm == f32::INFINITY => {
             refuse(format!("{what}: the norm overflows float32"))
         }
-        Some(norm) if norm.is_nan() => {
-            // those of this rank are numbers
-            refuse(format!(
-                "{what}: those of another rank, which shares the model, have NaN values"
-            ))
-        }
         _ => Ok(()),
     }
+}
+
+fn norm_of(outputs: &Outputs) -> Option<f32> {
+    outputs.norm.as_ref()?.try_item_exact::<f32>().ok()
 }
 
 fn refuse(message: String) -> Result<()> {
