@@ -1,7 +1,7 @@
 //! The recipe of a trace: which part of a step is computed, by which options.
 use std::rc::Rc;
 
-use mlx_rs::{error::Result, Array};
+use mlx_rs::{error::Result, Array, Dtype};
 
 use super::options::Options;
 use crate::{
@@ -91,7 +91,13 @@ impl Recipe {
     /// When there is no memory.
     pub fn gradients(&self, wide: &[Array]) -> Result<Vec<Array>> {
         let dtype = |buffer| match self.options.compute_dtype {
-            None => self.layout.dtype(buffer),
+            None => match self.layout.dtype(buffer) {
+                // whole numbers times a factor, as MLX's clipping makes them
+                dtype if !dtype.is_inexact() && self.options.max_grad_norm.is_some() => {
+                    Dtype::Float32
+                }
+                dtype => dtype,
+            },
             Some(_) => precision::wide(self.layout.dtype(buffer)),
         };
         let gradients = wide.iter().enumerate();
