@@ -181,7 +181,7 @@ def test_a_loss_that_reads_values_is_called_at_each_step(loss_fn: Callable[..., 
     assert step.stats.mode == "called"
     assert step.stats.reason is not None
     assert ("reads the value of an array" if optimizer == "adamw" else "HalvedAdam") in step.stats.reason
-    assert len(step.stats.traces) == (1 if optimizer == "adamw" else 2)  # an update that is called is a part of its own
+    assert len(step.stats.traces) == (1 if optimizer == "adamw" else 2)  # a called update is a part of its own
 
 
 def test_an_error_in_a_loss_that_reads_values_changes_nothing() -> None:

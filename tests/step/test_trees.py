@@ -103,7 +103,7 @@ def test_any_tree_of_parameters_has_the_bits_of_the_compiled_reference(tree: Tre
     assert step.stats.mode == (
         "called" if optimizer == "user" else "native"
     )  # an update may be left out from the fourth on
-    assert len(step.stats.traces) == (2 if optimizer == "user" else 1)  # an update that is called is a part of its own
+    assert len(step.stats.traces) == (2 if optimizer == "user" else 1)  # a called update is a part of its own
 
 
 @SETTINGS

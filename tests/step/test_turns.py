@@ -112,7 +112,7 @@ def test_turns_are_the_plain_loop_s(optimizer: str) -> None:
             run.take(batch % 3, batch)
     assert_close(ours.arrays(), plain.arrays(), 2e-6, on_gpu=1e-3)
     modes = {step.stats.mode for step in ours.steps}
-    assert modes == {"native"} or (optimizer not in NATIVE and modes == {"called", "native"})  # some updates are left out
+    assert modes == {"native"} or (optimizer not in NATIVE and modes <= {"called", "native"})  # some are left out
 
 
 @pytest.mark.parametrize("seed", range(4))
