@@ -8,20 +8,20 @@ All cases that suit the device, or those asked for::
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from cases import CASES, Case, adamw
+from cases import CASES, Case, Run, adamw
 from samples import Sample, arguments, bars, on_gpu, use_device
 from timing import block_size, in_turns, run_block
-from ways import COMPILED, COMPILED_ASYNC, FAST, WAYS
+from ways import COMPILED, COMPILED_ASYNC, FAST, WAYS, StepFn
 
 ON_CPU = ("mlp", "gpt24", "gpt4")
 ON_GPU = ("gpt24", "gpt6")
 ROUNDS = 12
-COMPARED = (COMPILED, COMPILED_ASYNC, FAST)
+COMPARED = {name: WAYS[name] for name in (COMPILED, COMPILED_ASYNC, FAST)}
 
 
 def is_matrix(path: str, array: mx.array) -> bool:
@@ -43,28 +43,36 @@ OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
 }
 
 
-def measure(case: Case, optimizer: Callable[[], optim.Optimizer]) -> dict[str, list[float]]:
-    """Time the ways with one optimizer; return milliseconds by way and round."""
+def measure(
+    case: Case, optimizer: Callable[[], optim.Optimizer], ways: Mapping[str, Callable[[Run], StepFn]], warm: int
+) -> dict[str, list[float]]:
+    """Time the ways with one optimizer, after so many steps of each; return milliseconds by way and round."""
     batches = case.batches()
-    steps = {name: WAYS[name](case.new_run(optimizer=optimizer)) for name in COMPARED}
+    steps = {name: way(case.new_run(optimizer=optimizer)) for name, way in ways.items()}
     for step in steps.values():
-        run_block(step, batches, 4)
+        run_block(step, batches, warm)
     count = block_size(min(run_block(steps[COMPILED], batches, 2) for _ in range(4)))
     blocks = {name: functools.partial(run_block, step, batches, count) for name, step in steps.items()}
     return in_turns(blocks, ROUNDS, lambda: None)
 
 
-def main() -> None:
-    """Measure the cases asked for."""
-    args = arguments("Measure the step with each optimizer.", list(CASES)).parse_args()
+def measure_all(
+    part: str,
+    optimizers: Mapping[str, Callable[[], optim.Optimizer]],
+    ways: Mapping[str, Callable[[Run], StepFn]],
+    warm: int,
+) -> None:
+    """Measure optimizers on the cases asked for, or those that suit the device, and write the sample of a part."""
+    title = part.replace("_", " ")
+    args = arguments(f"Measure the step: {title}.", list(CASES)).parse_args()
     use_device(args.device)
-    sample = Sample("optimizers", args)
+    sample = Sample(part, args)
     with bars() as progress:
         for name in args.cases or (ON_GPU if on_gpu() else ON_CPU):
-            bar = progress.add_task(f"optimizers, {name}", total=len(OPTIMIZERS))
+            bar = progress.add_task(f"{title}, {name}", total=len(optimizers))
             result: dict[str, Any] = {"title": CASES[name].title, "ms": {}}
-            for title, optimizer in OPTIMIZERS.items():
-                result["ms"][title] = measure(CASES[name], optimizer)
+            for of, optimizer in optimizers.items():
+                result["ms"][of] = measure(CASES[name], optimizer, ways, warm)
                 mx.clear_cache()
                 sample.add(name, result)
                 progress.advance(bar)
@@ -72,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure_all("optimizers", OPTIMIZERS, COMPARED, warm=4)

@@ -12,14 +12,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from cases import CASES, Case, Run
-from samples import Sample, arguments, bars, on_gpu, use_device
-from timing import block_size, in_turns, run_block
+from cases import Run
+from optimizers import measure_all
 from ways import COMPILED, FAST, WAYS, StepFn
 
-ON_CPU = ("mlp", "gpt24", "gpt4")
-ON_GPU = ("gpt24", "gpt6")
-ROUNDS = 12
 BEHIND = "mx.compile'd gradients, update behind them"
 State = dict[str, mx.array]
 
@@ -119,33 +115,5 @@ def behind(run: Run) -> StepFn:
 COMPARED: dict[str, Callable[[Run], StepFn]] = {COMPILED: WAYS[COMPILED], BEHIND: behind, FAST: WAYS[FAST]}
 
 
-def measure(case: Case, optimizer: Callable[[], optim.Optimizer]) -> dict[str, list[float]]:
-    """Time the ways with one optimizer; return milliseconds by way and round."""
-    batches = case.batches()
-    steps = {name: way(case.new_run(optimizer=optimizer)) for name, way in COMPARED.items()}
-    for step in steps.values():
-        run_block(step, batches, 24)
-    count = block_size(min(run_block(steps[COMPILED], batches, 2) for _ in range(4)))
-    blocks = {name: functools.partial(run_block, step, batches, count) for name, step in steps.items()}
-    return in_turns(blocks, ROUNDS, lambda: None)
-
-
-def main() -> None:
-    """Measure the cases asked for."""
-    args = arguments("Measure the step with optimizers of one's own.", list(CASES)).parse_args()
-    use_device(args.device)
-    sample = Sample("own_optimizers", args)
-    with bars() as progress:
-        for name in args.cases or (ON_GPU if on_gpu() else ON_CPU):
-            bar = progress.add_task(f"own optimizers, {name}", total=len(OPTIMIZERS))
-            result: dict[str, Any] = {"title": CASES[name].title, "ms": {}}
-            for title, optimizer in OPTIMIZERS.items():
-                result["ms"][title] = measure(CASES[name], optimizer)
-                mx.clear_cache()
-                sample.add(name, result)
-                progress.advance(bar)
-    print(f"wrote {sample.file.name}")
-
-
 if __name__ == "__main__":
-    main()
+    measure_all("own_optimizers", OPTIMIZERS, COMPARED, warm=24)

@@ -188,7 +188,7 @@ int faststep_group_size(const void* group) noexcept;
 // The lazy sum of an array over the group, on the stream on which it communicates: on a CPU in messages of so many elements, 0:
 // in one.
 int faststep_group_sum(const void* group, const void* array, size_t message, void** sum);
-// The same on the stream on which MLX would, as part of what it computes.
+// The sum on the group's default stream, as an operation within a step's graph.
 int faststep_group_sum_in_turn(const void* group, const void* array, void** sum);
 // Sums numbers over the group, in their place, and waits for that: on a GPU not for what it computes meanwhile.
 int faststep_group_sum_numbers(const void* group, float* numbers, size_t count);
@@ -226,10 +226,10 @@ void faststep_labels_clear() noexcept;
 
 // Merge equal operations of a lazy graph: the replacement of each of these arrays, some of which may be one array.
 int faststep_merge(const void* const* arrays, size_t count, void** merged);
-// What arrays exchange with other ranks, one after another in an order that follows from the graph alone; `exchanges`: a number that
-// others hardly have, 0 where nothing is exchanged.
+// Put the collective operations of a graph into one order, the same for the same graph on every rank. `exchanges`: a hash of them, 0 if
+// there are none.
 int faststep_exchange_in_order(const void* const* arrays, size_t count, void** ordered, uint64_t* exchanges);
-// For each array, whether it has another value on each rank, where these shards have.
+// For each array, whether it depends on shards, so that its value differs from rank to rank.
 int faststep_differ_by_rank(const void* const* arrays, size_t count, const void* const* shards, size_t shards_count, int* differ);
 // Sum the rows of tables by one operation each, on a CPU: the replacement of each of these arrays.
 int faststep_sum_rows(const void* const* arrays, size_t count, void** summed);
@@ -388,7 +388,7 @@ size_t faststep_blocks_computed() noexcept;
 // There is no compiler: all fused kernels are computed in blocks, for good. Returns the function to take the place of
 // Compiled::eval_cpu.
 void* faststep_blocks_alone() noexcept;
-// Whether MLX fuses operations: not where it knows of no compiler, or has been told not to.
+// Return whether MLX's compilation fuses operations: not without a compiler, nor after mx.disable_compile().
 bool faststep_fuses() noexcept;
 // What MLX calls the compiler for, on this thread; and the answer where it is refused, with the number of what has been asked for.
 faststep::KernelCall faststep_kernel_call() noexcept;

@@ -136,8 +136,8 @@ class Align : public faststep::Rewrite {
     return cut_off(mx::reshape(*whole, with_last(a.shape(), whole->shape(-1)), stream_), a.shape(-1));
   }
 
-  // Whether somebody reads the transpose of a product: (a b)^T of a padded b is computed as b^T a^T, which lies in one piece when
-  // it is cut off behind its last row. So are gradients of linear layers; the product that others wait for is that one, too.
+  // Whether an operation transposes a product, as the gradient of a linear layer does. Then the product is computed transposed,
+  // (a b)^T = b^T a^T: with a padded b it is contiguous once the last rows are cut off. All others read that one product.
   bool is_turned(const mx::array& product) const {
     auto all = users(product).all;
     return std::any_of(all.begin(), all.end(), [](const mx::array& user) { return faststep::transposed(user); });

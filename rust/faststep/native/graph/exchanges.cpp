@@ -1,8 +1,8 @@
-// What a lazy graph exchanges with other ranks: one after another, in an order that follows from the graph alone.
+// The collective operations of a lazy graph, in one order that follows from the graph alone.
 //
-// MLX evaluates what does not depend on each other in an order that follows from what is asked for first, and a rank that
-// exchanges two arrays in another order than the others has wrong numbers, without an error. So each exchange waits for the one
-// before. What a rank exchanges is told as a number, by which the ranks compare it.
+// MLX orders independent operations by the arrays that are asked for first. A rank that exchanges two arrays in another order than
+// the others gets wrong numbers, without an error. So each collective operation depends on the one before. Ranks compare a hash of
+// them.
 #include "exchanges.hpp"
 
 #include <algorithm>
@@ -52,7 +52,7 @@ class InOrder : public faststep::Rewrite {
   std::optional<mx::array> last_;
 };
 
-// Whether arrays have other values on each rank: what is computed from shards does, until ranks are summed or gathered.
+// Whether the value of an array differs from rank to rank: it does if it depends on shards, unless it is summed or gathered over ranks.
 class ByRank {
  public:
   ByRank(const void* const* shards, size_t count) {

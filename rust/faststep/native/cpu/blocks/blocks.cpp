@@ -1,7 +1,7 @@
 // MLX has a compiler make a library of each fused kernel when it is first needed: a second of g++ before a kernel's first result. Here
 // a kernel that is in no library yet is computed block by block, with the same bits. One that is needed again and again is compiled
 // meanwhile, and takes over once it is there; but for one whose functions a compiler leaves to the C library, number by number.
-// Where there is no compiler all kernels are computed so, those of the user's own mx.compile too.
+// Without a compiler all kernels are computed block by block, those of the user's own mx.compile too.
 #include "cpu/blocks/blocks.hpp"
 
 #include <atomic>

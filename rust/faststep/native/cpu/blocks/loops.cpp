@@ -1,6 +1,6 @@
 // MLX's own functions of one element (mlx/backend/cpu/unary_ops.h, binary_ops.h), as its fused kernels call them, in loops for vectors
 // of 256 bits. Without the instructions that round a product and a sum once: a compiler would use them where MLX rounds twice.
-// What a compiler leaves number by number, and is needed often, is in vectors.hpp.
+// Functions that a compiler does not vectorise, and that are used often, are in vectors.hpp.
 #include "cpu/blocks/loops.hpp"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -87,7 +87,7 @@ Loop among(mx::Dtype dtype, Make make) {
 
 using Maker = Loop (*)(mx::Dtype dtype, unsigned single);
 
-// Whether a result in float16 is that in float32, rounded.
+// Whether a function of float16 equals that of float32, rounded.
 template <typename Op, typename T>
 constexpr bool is_by_float = std::is_same_v<T, float16_t> &&
     is_one_of<Op, ops::Add, ops::Subtract, ops::Multiply, ops::Divide, ops::Maximum, ops::Minimum, ops::Square, ops::Sqrt, ops::Abs,

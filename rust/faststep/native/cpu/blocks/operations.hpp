@@ -8,7 +8,7 @@
 
 namespace faststep::blocks {
 
-// What MLX computes where nothing is compiled, for a kernel without a program: one operation after the other.
+// Compute a kernel that has no program operation by operation, as MLX does without compilation.
 void compute_operations(
     mlx::core::Compiled& kernel, const std::vector<mlx::core::array>& inputs, std::vector<mlx::core::array>& outputs);
 

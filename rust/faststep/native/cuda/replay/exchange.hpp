@@ -41,7 +41,7 @@ class Exchange {
   mx::array gather(const mx::distributed::Group& group, std::vector<mx::array> arrays, const bool* own) const;
 
  private:
-  // What `sums` submits to the stream beside, for which all that is submitted afterwards waits.
+  // Submit sums to the stream beside; `waits`: once all work before them is done. Work that is submitted later waits for them.
   mx::array beside(const mx::distributed::Group& group, std::function<void(CUstream queue, mx::Stream beside)> sums, bool waits) const;
 
   std::vector<CUevent> made_;

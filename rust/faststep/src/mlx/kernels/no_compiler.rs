@@ -1,4 +1,4 @@
-//! Fused kernels on a machine without a compiler: MLX is told that there is one and makes them, and blocks compute them, for
+//! Fused kernels on a machine without a compiler: MLX's check for g++ is answered with yes, so that it makes them, and blocks compute them, for
 //! the user's own `mx.compile` too (`native/cpu/blocks`).
 
 use std::{
