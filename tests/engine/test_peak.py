@@ -54,7 +54,7 @@ MEASURE = """
             taken += 1
             loss, summed = compiled(batch, summed, taken % {accumulate} == 0)
             # mx.eval waits for each batch, so that the worker has nothing to do before the next
-            keep_busy(100_000 if taken <= {accumulate} else 10_000)
+            keep_busy(10_000)
             mx.eval(loss, summed, state)
 
     one = mx.array(1.0)
@@ -64,11 +64,13 @@ MEASURE = """
         mx.async_eval(mx.broadcast_to(one, (rows, 1_000)).sum())
 
     def take(steps):
-        keep_busy(100_000 if steps == 1 else 10_000)
+        keep_busy(100_000 if {ours} and steps == 1 else 10_000)  # ours is traced meanwhile
         for _ in range(steps * {accumulate}):
             step(*batch)
         mx.synchronize()
 
+    if not {ours}:  # a compiler runs while MLX hands over the first step: the worker would be done with parts of it
+        take(1)
     peaks = []
     for steps in (1, 3, 4):
         mx.reset_peak_memory()
@@ -146,8 +148,7 @@ def test_peak_is_the_compiled_loop_s_and_two_shared_buffers(
         assert mine <= share * theirs + 2 * shared, f"{ours=} {compiled=} {shared=}"
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["", "clip"])
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize(("accumulate", "max_grad_norm"), [(2, 1.0), (4, None)], ids=["2-clip", "4"])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_peak_of_a_window_is_the_compiled_loop_s_and_two_shared_buffers(
     name: str, max_grad_norm: float | None, accumulate: int, child: Child

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import math
 import os
+import pickle
 import random
 import types
 import zlib
@@ -182,7 +184,7 @@ def run(program: Program, variant: Variant, way: type[Plain | Ours]) -> Run:
                 {
                     "what is returned": as_data(returned),
                     "what is seen": as_data(held[-1]),
-                    "what is drawn": repr((random.getstate(), np.random.get_state(legacy=False))),
+                    "what is drawn": pickle.dumps((random.getstate(), np.random.get_state())),
                     "what is printed": said.getvalue(),
                     "what is warned of": [str(each.message) for each in told if each.category is UserWarning],
                 }
@@ -309,5 +311,6 @@ def same(ours: Any, theirs: Any, near: float) -> bool:
         return len(ours) == len(theirs) and all(same(*pair, near) for pair in zip(ours, theirs, strict=True))
     if isinstance(ours, (float, np.floating)) and isinstance(theirs, (float, np.floating)):
         tolerance = near if mx.default_device() == mx.cpu else max(near, 1e-3)
-        return bool(np.isclose(ours, theirs, rtol=tolerance, atol=min(tolerance, 1e-5), equal_nan=True))
+        near_enough = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=min(tolerance, 1e-5))
+        return near_enough or (math.isnan(ours) and math.isnan(theirs))
     return type(ours) is type(theirs) and bool(ours == theirs)

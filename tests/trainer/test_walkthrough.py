@@ -26,7 +26,7 @@ def words_of(command: Command) -> list[str]:
 
 def run(command: Command, folder: Path) -> str:
     """Run a command to its end, by Ctrl-C where the page says so."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100", "PYTEST_ADDOPTS": ""}
     output: list[str] = []
     stop = command.stop
     with subprocess.Popen(

@@ -1,5 +1,5 @@
 //! Kernels that are compiled while they are computed in blocks (`native/cpu/blocks`): MLX's call of the compiler is refused, and what it
-//! would have compiled is compiled by a thread. The call after that finds the library.
+//! would have compiled is compiled by a thread. The next call takes the library, in this process or in a later one.
 
 use std::{
     fs,
@@ -10,12 +10,15 @@ use std::{
     sync::{atomic::Ordering, LazyLock},
 };
 
-use super::{ahead::Ahead, command::Command, compile::compile, COMPILED};
+use super::{ahead::Ahead, command::Command, compile::compile, seal, COMPILED};
 use crate::mlx::ffi::{
     faststep_blocks_begin, faststep_kernel_call, faststep_kernel_refused, KERNEL_ASK, KERNEL_LOOK,
 };
 
-static AHEAD: LazyLock<Ahead<io::Result<PathBuf>>> = LazyLock::new(Ahead::new);
+static AHEAD: LazyLock<Ahead<io::Result<()>>> = LazyLock::new(Ahead::new);
+
+/// Beginning of a library's name, before its source's number, until MLX gives it another.
+pub const AHEAD_OF_MLX: &str = "ahead_";
 
 /// How much less of a processor than the step the compiler gets: Unix's nice value.
 const NICE: i32 = 10;
@@ -40,25 +43,28 @@ pub fn is_refused(command: &Command) -> bool {
         return false;
     }
     let text = fs::read_to_string(command.source);
+    let number = text.as_deref().map_or(0, number_of);
+    if seal::is_whole(&made(command, number)) {
+        return false;
+    }
     _ = fs::remove_file(command.source);
-    let number = match text {
-        Ok(text) if call == KERNEL_ASK => ask(command, text),
-        _ => 0,
-    };
+    if let (Ok(text), KERNEL_ASK) = (text, call) {
+        ask(command, number, text);
+    }
     // SAFETY: no conditions.
     unsafe { faststep_kernel_refused(number) };
     true
 }
 
-/// Put the library that has been asked for where this command is to make it; false where there is none.
+/// Put the library that has been made of a command's source where the command is to make it; false where there is none.
 pub fn take(command: &Command) -> bool {
     let Ok(text) = fs::read_to_string(command.source) else {
         return false;
     };
-    match AHEAD.take(number_of(&text).into()).as_deref() {
-        Some(Ok(library)) => fs::rename(library, command.library).is_ok(),
-        Some(Err(_)) | None => false,
-    }
+    let number = number_of(&text);
+    AHEAD.take(number.into());
+    let library = made(command, number);
+    seal::is_whole(&library) && fs::rename(library, command.library).is_ok()
 }
 
 fn number_of(text: &str) -> u64 {
@@ -67,10 +73,15 @@ fn number_of(text: &str) -> u64 {
     hasher.finish()
 }
 
-fn ask(command: &Command, text: String) -> u64 {
-    let number = number_of(&text);
+// the library of a source, until MLX gives it a name
+fn made(command: &Command, number: u64) -> PathBuf {
     let folder = command.library.parent().unwrap_or(Path::new("."));
-    let source = folder.join(format!("tmp_{}_{number:016x}.cpp", process::id()));
+    folder.join(format!("{AHEAD_OF_MLX}{number:016x}.so"))
+}
+
+fn ask(command: &Command, number: u64, text: String) {
+    let made = made(command, number);
+    let source = made.with_file_name(format!("tmp_{}_{number:016x}.cpp", process::id()));
     let library = source.with_extension("so");
     let command = command.of(&source, &library);
     AHEAD.ask(number.into(), move || {
@@ -81,9 +92,8 @@ fn ask(command: &Command, text: String) -> u64 {
         let parsed = Command::parse(&command).ok_or(io::ErrorKind::InvalidInput)?;
         let done = compile(&parsed);
         _ = fs::remove_file(&source);
-        done.map(|()| library)
+        done.and_then(|()| fs::rename(library, made))
     });
-    number
 }
 
 extern "C" fn is_made(number: u64) -> bool {

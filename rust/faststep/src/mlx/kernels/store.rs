@@ -19,7 +19,9 @@ use std::{
     time::Duration,
 };
 
-use super::{compiler, is_writable, may_hold_libraries, mlx_version, seal, user};
+use super::{
+    compiler, is_writable, later::AHEAD_OF_MLX, may_hold_libraries, mlx_version, seal, user,
+};
 
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
@@ -142,7 +144,8 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
         let path = entry?.path();
         let stem = path.file_stem().and_then(OsStr::to_str);
         let named = |prefix| stem.is_some_and(|it| it.starts_with(prefix));
-        if path.extension() != Some(OsStr::new("so")) || !(named("lib") || named("tmp_")) {
+        let is_library = path.extension() == Some(OsStr::new("so"));
+        if !(named("tmp_") || is_library && (named("lib") || named(AHEAD_OF_MLX))) {
             continue;
         }
         let Ok(found) = fs::symlink_metadata(&path) else {
