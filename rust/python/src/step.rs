@@ -62,7 +62,7 @@ use crate::{
 use alarms::Alarms;
 use arguments::Arguments;
 use choose::NewGraphs;
-use flags::{is_true, read};
+use flags::{is_true, read, told};
 use left_out::LeavingOut;
 use measure::Measured;
 use options::Options;
@@ -478,7 +478,8 @@ impl Step {
         let busy = || PyRuntimeError::new_err(registry::BUSY);
         let mut inner = self.inner.0.try_borrow_mut().map_err(|_| busy())?;
         let _under_way = UnderWay::begin(&self.shared)?;
-        work(&mut inner, &self.shared)
+        let outcome = work(&mut inner, &self.shared);
+        outcome.map_err(|error| Python::attach(|py| told(py, &self.shared, error)))
     }
 }
 

@@ -162,6 +162,12 @@ impl Engine {
         self.wait(0, owner)
     }
 
+    /// The error of a step under way that has shown in a value that was read.
+    pub fn fail(&mut self, error: Exception, owner: &mut dyn Owner) -> Error {
+        self.schedule.forget();
+        self.lost(error, owner)
+    }
+
     pub(super) fn wait(&mut self, in_flight: usize, owner: &mut dyn Owner) -> Result<()> {
         self.scheduled(owner, |schedule, device| schedule.wait(device, in_flight))
     }

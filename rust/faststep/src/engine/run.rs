@@ -152,13 +152,11 @@ impl Engine {
         let update = match update.zip(beside) {
             Some((trace, beside)) if approved => {
                 let call = beside.of_update(trace.recipe.others, &batch.others);
-                match self.update(trace, call, owner, ranks) {
-                    Ok(update) => Some(update),
-                    Err(error) => {
-                        self.window = window;
-                        return Err(self.not_updated(error, before, owner));
-                    }
-                }
+                let updated = self.update(trace, call, owner, ranks);
+                Some(updated.map_err(|error| {
+                    self.window = window;
+                    self.not_updated(error, before, owner)
+                })?)
             }
             _ => None,
         };

@@ -80,7 +80,7 @@ impl<T> Schedule<T> {
         match evaluator.submit(work, way) {
             Ok(ticket) => self.last = ticket,
             Err(error) => {
-                self.flights.clear();
+                self.forget();
                 return Err(error);
             }
         }
@@ -114,11 +114,16 @@ impl<T> Schedule<T> {
                 break;
             };
             if let Err(error) = evaluator.wait(&flight.ticket) {
-                self.flights.clear();
+                self.forget();
                 return Err(error);
             }
         }
         Ok(())
+    }
+
+    /// Wait for none of the steps under way any more: one of them has failed.
+    pub fn forget(&mut self) {
+        self.flights.clear();
     }
 
     // Make room for another part, which is built while the last one runs. A part whose memory has not been measured runs

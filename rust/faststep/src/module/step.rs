@@ -183,7 +183,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
         let output = self.run(batch, task)?;
         self.steps += 1;
         self.clear_cache();
-        self.skips.push(output.batch.skipped.as_ref(), &is_true)?;
+        let pushed = self.skips.push(output.batch.skipped.as_ref(), &is_true);
+        pushed.map_err(|error| self.engine.fail(error, &mut ()))?;
         let update = task.updates().then(|| output.last());
         if let Some(update) = update {
             self.count_update(update)?;
@@ -296,7 +297,8 @@ impl<M: ModuleParameters + 'static> Step<M> {
 
     fn count_update(&mut self, update: &Outputs) -> Result<()> {
         self.updates += 1;
-        Ok(self.misses.push(update.skipped.as_ref(), &is_true)?)
+        let pushed = self.misses.push(update.skipped.as_ref(), &is_true);
+        pushed.map_err(|error| self.engine.fail(error, &mut ()))
     }
 
     fn clear_cache(&self) {

@@ -76,45 +76,28 @@ impl Store {
         } else {
             Engine::new
         };
+        let take = |layout, state| {
+            let engine = unlocked(py, || take(Rc::new(layout), parameters, state));
+            engine.map_err(|error| to_python(&error))
+        };
         let native = if self.transforms || has_own_methods(model, &["update"]) {
             None // the optimizer's `update` is called, and calls that of the model
         } else {
             self.native(optimizer, &signature, &trainable)?
         };
-        let engine = if let Some(native) = native {
-            let rules = self.with_numbers(native.rules, native.layout.tensors());
-            self.rule = Some(Rule::Native(Rc::new(rules)));
-            let mut moments = native.moments;
-            moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
-            self.moments = Some(moments);
-            unlocked(py, || {
-                take(Rc::new(native.layout), parameters, native.state)
-            })
-        } else if self.stored != Stored::default() || self.shared_out.is_some() {
-            let what = match self.shared_out {
-                Some(_) => "shard_optimizer",
-                None => "state_bits, stochastic_rounding",
-            };
-            let why = self.why_called(optimizer, None)?;
-            return Err(PyValueError::new_err(format!(
-                "{what}: expected an update that the step computes itself, got one that it calls, because {why}: leave the options out",
-            )));
-        } else {
-            self.rule = Some(Rule::Host);
-            let mut layout = Layout::separate(signature.tensors());
-            if let Some(shards) = &self.shards {
-                self.rules(optimizer, || Ok(trainable.clone()))?; // which refuses some
-                layout = layout.with_shards(&shards.of_tensors(&signature));
+        let mut engine = match native {
+            Some(native) => {
+                let rules = self.with_numbers(native.rules, native.layout.tensors());
+                self.rule = Some(Rule::Native(Rc::new(rules)));
+                let moments = self.moments.insert(native.moments);
+                moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
+                take(native.layout, native.state)?
             }
-            if self.mixed {
-                widen(&Tree::slots(optimizer)?)?;
+            None => {
+                let (layout, state) = self.own_layout(optimizer, &trainable, &signature)?;
+                take(layout, state)?
             }
-            let state = self.state_slots(optimizer)?;
-            let state = state.iter().filter_map(|slot| bridge::get(&slot.object));
-            let state = state.collect();
-            unlocked(py, || take(Rc::new(layout), parameters, state))
         };
-        let mut engine = engine.map_err(|error| to_python(&error))?;
         self.sign_layout(engine.layout().clone());
         engine.set_clock(self.clock.clone());
         if self.updated {
@@ -135,6 +118,37 @@ impl Store {
         };
         self.sign_options(optimizer, Tree::record(optimizer, scope)?.0)?;
         Ok(engine)
+    }
+
+    // the layout where the optimizer's own code is called, and its arrays
+    fn own_layout<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+        trainable: &Bound<'py, PyAny>,
+        signature: &ModelSignature,
+    ) -> PyResult<(Layout, Vec<Array>)> {
+        if self.stored != Stored::default() || self.shared_out.is_some() {
+            let what = match self.shared_out {
+                Some(_) => "shard_optimizer",
+                None => "state_bits, stochastic_rounding",
+            };
+            let why = self.why_called(optimizer, None)?;
+            return Err(PyValueError::new_err(format!(
+                "{what}: expected an update that the step computes itself, got one that it calls, because {why}: leave the options out",
+            )));
+        }
+        self.rule = Some(Rule::Host);
+        let mut layout = Layout::separate(signature.tensors());
+        if let Some(shards) = &self.shards {
+            self.rules(optimizer, || Ok(trainable.clone()))?; // which refuses some
+            layout = layout.with_shards(&shards.of_tensors(signature));
+        }
+        if self.mixed {
+            widen(&Tree::slots(optimizer)?)?;
+        }
+        let state = self.state_slots(optimizer)?;
+        let state = state.iter().filter_map(|slot| bridge::get(&slot.object));
+        Ok((layout, state.collect()))
     }
 
     /// The trained parameters as a tree, in the dtypes in which they are updated.

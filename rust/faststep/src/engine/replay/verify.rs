@@ -116,9 +116,8 @@ impl Engine {
         let reduced = recipe.part.fills_window() && recipe.options.reduced;
         let summed = if reduced && !replay::is_on_cpu() {
             let places = self.places.summed(&self.layout).into_iter();
-            let arrays: Vec<Array> = places
-                .map(|index| resident.arrays[buffers + index].clone())
-                .collect();
+            let arrays = places.map(|index| resident.arrays[buffers + index].clone());
+            let arrays: Vec<Array> = arrays.collect();
             let exchange = resident.exchange(arrays.len())?;
             Some((arrays, exchange))
         } else {
@@ -143,21 +142,8 @@ impl Engine {
                 carried.push((value.contiguous()?, arrays[buffers + index].clone()));
             }
             written = state.into_iter().map(|(index, _)| index).collect();
-            // memory of its own for each output: what it is now may be what the step writes over
-            outputs = traced.map_given_out(|array| {
-                if array.nbytes() <= SMALL && is_own(array) {
-                    return Ok(array.clone()); // copied out by the launch
-                }
-                copied(array)
-            })?;
-            let key = outputs.key.iter().map(|key| (trace.recipe.others, key));
-            let others = outputs.others.iter().map(|(at, value)| (*at, value));
-            for (at, value) in others.chain(key) {
-                if value.shape() != given[at].array().shape() {
-                    return Err("the model keeps an array that gets another shape".into());
-                }
-                carried.push((value.clone(), given[at].array().clone()));
-            }
+            outputs = given_out(&traced)?;
+            carried.extend(taken_over(&outputs, &given, trace.recipe.others)?);
             let results = outputs.given_out().cloned().collect();
             let is_fed = |it: &&Given| !matches!(it, Given::Fixed(_));
             let fed = given.iter().filter(is_fed).map(|it| it.array().clone());
@@ -244,6 +230,30 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+// memory of its own for each output: what it is now may be what the step writes over
+fn given_out(traced: &Outputs) -> MlxResult<Outputs> {
+    traced.map_given_out(|array| {
+        if array.nbytes() <= SMALL && is_own(array) {
+            return Ok(array.clone()); // copied out by the launch
+        }
+        copied(array)
+    })
+}
+
+// the values of the model's other arrays and of the key, the array of this number, beside the arrays that take them
+fn taken_over(outputs: &Outputs, given: &[Given], key: usize) -> MlxResult<Vec<(Array, Array)>> {
+    let others = outputs.others.iter().map(|(at, value)| (*at, value));
+    let key = outputs.key.iter().map(|value| (key, value));
+    let taken = others.chain(key).map(|(at, value)| {
+        let place = given[at].array();
+        if value.shape() != place.shape() {
+            return Err("the model keeps an array that gets another shape".into());
+        }
+        Ok((value.clone(), place.clone()))
+    });
+    taken.collect()
 }
 
 fn exceeds(difference: f32, tolerated: f32) -> bool {
