@@ -11,6 +11,7 @@ from faststep.report import read_log
 from support.reader import commands, copy_examples, run
 
 SHORT = ["--set", "train.steps=6", "--set", "train.log_every=2", "--set", "train.validate_every=3"]
+SHORT += ["--set", "train.validation_batches=4"]
 MASKED, CLASSES = "examples/encoder/masked_lm.yaml", "examples/encoder/classify.yaml"
 
 
@@ -23,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(wanted) == 5
     for command in wanted:
         options = SHORT if " train " in command else []
-        few = ["--steps", "16", "--kills", "2"] if "verify-resume" in command else []
+        few = ["--steps", "8", "--kills", "1"] if "verify-resume" in command else []
         run(command, folder, *options, *few)
     return folder
 

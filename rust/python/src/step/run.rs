@@ -472,7 +472,7 @@ impl Inner {
             self.own_updates.observed = update.observed.filter(|_| done);
         }
         if let (Err(_), Way::Called(called)) = (&outcome, &*way) {
-            _ = self.recover(store, user, prepared, batch, called); // where it fails, the step's error is the one to tell
+            _ = self.recover(store, user, prepared, batch, called); // the error of the step is the one to tell
         }
         shown?;
         finished(outcome, raised)

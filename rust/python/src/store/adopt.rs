@@ -85,18 +85,15 @@ impl Store {
         } else {
             self.native(optimizer, &signature, &trainable)?
         };
-        let mut engine = match native {
-            Some(native) => {
-                let rules = self.with_numbers(native.rules, native.layout.tensors());
-                self.rule = Some(Rule::Native(Rc::new(rules)));
-                let moments = self.moments.insert(native.moments);
-                moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
-                take(native.layout, native.state)?
-            }
-            None => {
-                let (layout, state) = self.own_layout(optimizer, &trainable, &signature)?;
-                take(layout, state)?
-            }
+        let mut engine = if let Some(native) = native {
+            let rules = self.with_numbers(native.rules, native.layout.tensors());
+            self.rule = Some(Rule::Native(Rc::new(rules)));
+            let moments = self.moments.insert(native.moments);
+            moments.hide(py)?; // or what the engine joins would be held beside the joined until the first update
+            take(native.layout, native.state)?
+        } else {
+            let (layout, state) = self.own_layout(optimizer, &trainable, &signature)?;
+            take(layout, state)?
         };
         self.sign_layout(engine.layout().clone());
         engine.set_clock(self.clock.clone());
