@@ -119,6 +119,7 @@ for _ in range(2 * STEPS):
 step.synchronize()
 assert not {replay} or is_captured(step), replayed(step)
 mx.reset_peak_memory()
+mx.async_eval(mx.broadcast_to(mx.array(1.0), (10_000, 1_000)).sum())  # the worker is behind, however slowly it is fed
 for _ in range(STEPS):
     step(*batch)
 step.synchronize()
@@ -130,4 +131,4 @@ print(max(mx.get_peak_memory(), mx.get_active_memory()))  # a replayed step may 
 @pytest.mark.parametrize("model", [GPT24, "transformer(256, 128, 4, (4, 64))", "mlp(128, 128, 64)", BLOCKS])
 def test_a_captured_step_has_the_peak_of_an_evaluated_one(model: str, child: Child) -> None:
     evaluated, captured = (int(child(PEAK.format(model=model, replay=replay)).stdout) for replay in (False, True))
-    assert captured <= 1.02 * evaluated
+    assert captured <= 1.02 * evaluated, (captured, evaluated)
