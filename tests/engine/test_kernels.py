@@ -471,9 +471,10 @@ def test_a_kernel_that_is_needed_again_and_again_is_compiled_meanwhile(child: Ch
 
 
 def test_what_a_process_has_compiled_too_late_for_itself_is_the_next_one_s(child: Child, places: Places) -> None:
-    made = f"[each for name in ('ahead', 'lib') for each in Path({os.fspath(places.cache)!r}).rglob(name + '*.so')]"
-    child(AGAIN.format(until=made, more=0), **places.environment)
+    made = f"[*Path({os.fspath(places.cache)!r}).rglob('ahead_*.so')]"
+    child(AGAIN.format(until=True, more=5) + f"while not {made}: time.sleep(0.01)", **places.environment)
     compiled = places.compiled
+    assert not [each for each in places.kept if each.name.startswith("lib")]
     child(AGAIN.format(until=True, more=0), **places.environment)
     assert places.compiled == compiled
     assert [each for each in places.kept if each.name.startswith("lib")]

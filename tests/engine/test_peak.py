@@ -54,7 +54,7 @@ MEASURE = """
             taken += 1
             loss, summed = compiled(batch, summed, taken % {accumulate} == 0)
             # mx.eval waits for each batch, so that the worker has nothing to do before the next
-            keep_busy(10_000)
+            keep_busy(100_000 if taken // {accumulate} == 1 else 10_000)
             mx.eval(loss, summed, state)
 
     one = mx.array(1.0)
@@ -64,7 +64,7 @@ MEASURE = """
         mx.async_eval(mx.broadcast_to(one, (rows, 1_000)).sum())
 
     def take(steps):
-        keep_busy(100_000 if {ours} and steps == 1 else 10_000)  # ours is traced meanwhile
+        keep_busy(100_000 if steps == 1 else 10_000)
         for _ in range(steps * {accumulate}):
             step(*batch)
         mx.synchronize()

@@ -142,8 +142,10 @@ impl<M: ModuleParameters + 'static> Step<M> {
     /// # Errors
     /// When the device has failed.
     pub fn stats(&mut self) -> Result<Stats> {
-        self.skips.read(0, &is_true)?;
-        self.misses.read(0, &is_true)?;
+        for flags in [&mut self.skips, &mut self.misses] {
+            let read = flags.read(0, &is_true);
+            read.map_err(|error| self.engine.fail(error, &mut ()))?;
+        }
         let sum = |arrays: &[Array]| arrays.iter().map(Array::nbytes).sum();
         Ok(Stats {
             steps: self.steps,

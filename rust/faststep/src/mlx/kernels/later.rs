@@ -10,15 +10,14 @@ use std::{
     sync::{atomic::Ordering, LazyLock},
 };
 
-use super::{ahead::Ahead, command::Command, compile::compile, seal, COMPILED};
+use super::{
+    ahead::Ahead, command::Command, compile::compile, seal, store::AHEAD_OF_MLX, COMPILED,
+};
 use crate::mlx::ffi::{
     faststep_blocks_begin, faststep_kernel_call, faststep_kernel_refused, KERNEL_ASK, KERNEL_LOOK,
 };
 
 static AHEAD: LazyLock<Ahead<io::Result<()>>> = LazyLock::new(Ahead::new);
-
-/// Beginning of a library's name, before its source's number, until MLX gives it another.
-pub const AHEAD_OF_MLX: &str = "ahead_";
 
 /// How much less of a processor than the step the compiler gets: Unix's nice value.
 const NICE: i32 = 10;

@@ -19,9 +19,10 @@ use std::{
     time::Duration,
 };
 
-use super::{
-    compiler, is_writable, later::AHEAD_OF_MLX, may_hold_libraries, mlx_version, seal, user,
-};
+use super::{compiler, is_writable, may_hold_libraries, mlx_version, seal, user};
+
+/// Beginning of a library's name, before its source's number, until MLX gives it another.
+pub const AHEAD_OF_MLX: &str = "ahead_";
 
 static PLACES: OnceLock<Vec<PathBuf>> = OnceLock::new();
 static OWN: OnceLock<Option<(u32, PathBuf)>> = OnceLock::new();
@@ -140,24 +141,17 @@ fn delete_broken(directory: &Path) -> io::Result<()> {
     if whole.directory == now {
         return Ok(());
     }
+    delete_abandoned(directory)?;
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         let stem = path.file_stem().and_then(OsStr::to_str);
         let named = |prefix| stem.is_some_and(|it| it.starts_with(prefix));
-        let is_library = path.extension() == Some(OsStr::new("so"));
-        if !(named("tmp_") || is_library && (named("lib") || named(AHEAD_OF_MLX))) {
+        if path.extension() != Some(OsStr::new("so")) || !(named("lib") || named(AHEAD_OF_MLX)) {
             continue;
         }
         let Ok(found) = fs::symlink_metadata(&path) else {
             continue; // another process has deleted it
         };
-        if named("tmp_") {
-            // a compiler writes to it, or did until it was killed
-            if is_abandoned(&found) {
-                _ = fs::remove_file(&path);
-            }
-            continue;
-        }
         if whole.libraries.get(&path) == Some(&identity(&found)) {
             continue;
         }
