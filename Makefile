@@ -127,9 +127,11 @@ test-rust: $(STAMPS)/requirements ## Unit, integration and documentation tests o
 		$(WITH_MLX) cargo nextest run $(RUST_TESTS) && $(WITH_MLX) cargo test $(RUST_TESTS) --doc; \
 	else $(WITH_MLX) cargo test $(RUST_TESTS); fi
 
-# The processes that tests start find the package compiled by Python too.
+# The processes that tests start find the package compiled by Python too. One thread each: more of them wait for each other beside
+# other tests, and those of several threads say so themselves.
 test-python: $(STAMPS)/built $(STAMPS)/data ## pytest, with the examples of README and docstrings
-	MAKEFLAGS= PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/target/pycache python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/package/test_install.py
+	MAKEFLAGS= PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/target/pycache OPENBLAS_NUM_THREADS=1 \
+		python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/package/test_install.py
 
 test-gpu: ## Tests that need an NVIDIA GPU and those of the step, with the package as it is installed there; writes docs/gpu_tests.md
 	python scripts/test_gpu.py

@@ -274,20 +274,32 @@ def test_kernels_are_kept_for_the_next_process(child: Child, tmp_path: Path) -> 
     assert child(KERNELS, **kept).stdout.split(maxsplit=1) == ["1", first[1]]
 
 
+# Every model's captured step, by so many threads as the environment says.
 THREADS = """
 import hashlib
 import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, numpy as np
 from mlx.utils import tree_flatten
 from faststep import Step
+from support.helpers import Row, run, taking
+from support.models import MODELS
+from support.replays import is_captured, replayed
+
+def hashed(name, step, arrays):
+    assert is_captured(step), (name, replayed(step))
+    print(name, hashlib.sha256(b"".join(np.array(array).tobytes() for array in arrays)).hexdigest())
+
+for name in MODELS:
+    row = Row(name, "adamw", 0.1)
+    pair = row.new()
+    step = Step(*pair, row.case.loss_fn, max_grad_norm=0.1, replay=True)
+    hashed(name, step, run(row, pair, taking(step), 8).values())
 
 mx.random.seed(0)
 model = nn.TransformerEncoder(2, 96, num_heads=4, norm_first=True)
 step = Step(model, optim.AdamW(1e-3), lambda model, x: mx.square(model(x, None)).mean(), max_grad_norm=1.0, replay=True)
 for number in range(30):
     step(mx.random.normal((4, 32, 96), key=mx.random.key(number)))
-assert step.stats.traces[0].replay.startswith("captured"), step.stats.traces[0].replay
-arrays = [np.array(value).tobytes() for _, value in tree_flatten([model.parameters(), step.optimizer.state])]
-print(hashlib.sha256(b"".join(arrays)).hexdigest())
+hashed("large", step, [value for _, value in tree_flatten([model.parameters(), step.optimizer.state])])
 """
 
 

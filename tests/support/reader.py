@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -10,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.places import ROOT
+from support.places import ROOT, without_traces
 
 
 def commands(page: str) -> list[str]:
@@ -29,9 +28,8 @@ def run(command: str, folder: Path, *more: str, status: int = 0) -> subprocess.C
     """Run a command of `faststep` or `python` in a folder, with more arguments."""
     program, *arguments = shlex.split(command)
     front = {"faststep": [sys.executable, "-m", "faststep"], "python": [sys.executable]}[program]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [*front, *arguments, *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [*front, *arguments, *more], cwd=folder, env=without_traces(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == status, (command, done.stdout[-2000:], done.stderr[-3000:])
     return done

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.places import ROOT
+from support.places import ROOT, without_traces
 
 EXAMPLE = ROOT / "examples" / "char_gpt.py"
 SMALL = "--steps 6 --compare 3 --eval-every 3 --batch 2 --context 16 --layers 1 --width 16 --heads 2 --warm-up 2"
@@ -17,9 +17,8 @@ SMALL = "--steps 6 --compare 3 --eval-every 3 --batch 2 --context 16 --layers 1 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python with a folder as its working directory."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], cwd=cwd, env=without_traces(), capture_output=True, text=True, timeout=300
     )
 
 

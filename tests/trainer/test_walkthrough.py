@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from faststep.checkpoints import Checkpoints
 from faststep.report import read_log
 from support.pages import Command, File, differences, parts
-from support.places import ROOT
+from support.places import ROOT, without_traces
 
 PAGE, SESSIONS = ROOT / "docs" / "walkthrough.md", ROOT / "docs" / "when_it_goes_wrong.md"
 
@@ -26,7 +25,7 @@ def words_of(command: Command) -> list[str]:
 
 def run(command: Command, folder: Path) -> str:
     """Run a command to its end, by Ctrl-C where the page says so."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100", "PYTEST_ADDOPTS": ""}
+    environment = {**without_traces(), "COLUMNS": "100", "PYTEST_ADDOPTS": ""}
     output: list[str] = []
     stop = command.stop
     with subprocess.Popen(
