@@ -82,6 +82,27 @@ def places(tmp_path: Path) -> Places:
     return Places(tmp_path)
 
 
+def run_in(places: Places, code: str) -> None:
+    """Run code in a process of its own, for fixtures of a module."""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **places.environment}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with one kernel."""
+    places = Places(tmp_path_factory.mktemp("one"))
+    run_in(places, USE)
+    return places.cache
+
+
+@pytest.fixture
+def used(places: Places, one_kernel: Path) -> Places:
+    """Places in which one process has used one kernel."""
+    shutil.copytree(one_kernel, places.cache, dirs_exist_ok=True)
+    return places
+
+
 def test_kernels_are_compiled_for_this_processor_and_kept_apart_from_mlx(child: Child, places: Places) -> None:
     child(USE, **places.environment)
     (command,) = places.compiled
@@ -114,41 +135,54 @@ for i in range(7):
 """
 
 
-def test_the_header_of_many_kernels_is_precompiled(child: Child, places: Places) -> None:
-    child(MANY, **places.environment)
+@pytest.fixture(scope="module")
+def many_kernels(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """Places in which one process has used them."""
+    places = Places(tmp_path_factory.mktemp("many"))
+    run_in(places, MANY)
+    return places
+
+
+@pytest.fixture
+def header_alone(places: Places, many_kernels: Places) -> Path:
+    """The header that it has left behind, in a cache without libraries."""
+    shutil.copytree(many_kernels.cache, places.cache, dirs_exist_ok=True)
+    for library in places.kept:
+        library.unlink()
     (header,) = places.cache.rglob("*.gch")
+    return header
+
+
+def test_the_header_of_many_kernels_is_precompiled(many_kernels: Places) -> None:
+    (header,) = many_kernels.cache.rglob("*.gch")
     assert header.parts[-6:-4] == (mx.__version__, "precompiled")
     assert [path for path in header.parent.iterdir() if path != header] == []
     flag = f"-I {header.parents[3]}"
-    with_header = [flag in command for command in places.compiled]
+    with_header = [flag in command for command in many_kernels.compiled]
     assert not any(with_header[:5])
     assert all(with_header[5:])
 
-    for library in places.kept:
-        library.unlink()
-    places.log.unlink()
+
+def test_a_process_that_finds_the_header_uses_it_for_its_first_kernel(
+    child: Child, places: Places, header_alone: Path
+) -> None:
     child(MANY, **places.environment)
-    assert all(flag in command for command in places.compiled)  # in a process that finds it, the first one too
-    assert len(places.kept) == 7
+    assert all(f"-I {header_alone.parents[3]}" in command for command in places.compiled)
+    assert len(places.compiled) == len(places.kept) == 7
 
 
 @pytest.mark.parametrize("damage", [0, 5_000_000])
-def test_a_damaged_header_is_replaced(child: Child, places: Places, damage: int) -> None:
-    child(MANY, **places.environment)
-    (header,) = places.cache.rglob("*.gch")
-    os.truncate(header, damage)
-    for library in places.kept:
-        library.unlink()
+def test_a_damaged_header_is_replaced(child: Child, places: Places, header_alone: Path, damage: int) -> None:
+    os.truncate(header_alone, damage)
     child(MANY, **places.environment)
     assert len(places.kept) == 7
     assert [path.stat().st_size > 5_000_000 for path in places.cache.rglob("*.gch")] == [True]
 
 
-def test_another_compiler_has_kernels_of_its_own(child: Child, places: Places) -> None:
-    child(USE, **places.environment)
-    child(USE, **places.environment, CPATH=os.fspath(places.temp))  # other headers may come of it
-    assert len(places.compiled) == 2
-    assert len({path.parents[3] for path in places.kept}) == 2
+def test_another_compiler_has_kernels_of_its_own(child: Child, used: Places) -> None:
+    child(USE, **used.environment, CPATH=os.fspath(used.temp))  # other headers may come of it
+    assert len(used.compiled) == 1
+    assert len({path.parents[3] for path in used.kept}) == 2
 
 
 def test_faststep_kernels_0_leaves_mlx_as_it_is(child: Child, places: Places) -> None:
@@ -159,10 +193,9 @@ def test_faststep_kernels_0_leaves_mlx_as_it_is(child: Child, places: Places) ->
     assert OURS not in command
 
 
-def test_mlx_alone_keeps_its_own(child: Child, places: Places) -> None:
-    child(USE, **places.environment)
-    child(USE.replace("import faststep", ""), **places.environment)
-    assert [OURS in command for command in places.compiled] == [True, False]
+def test_mlx_alone_keeps_its_own(child: Child, used: Places) -> None:
+    child(USE.replace("import faststep", ""), **used.environment)
+    assert [OURS in command for command in used.compiled] == [False]
 
 
 # Muon aside, of which MLX fuses operations that differ by themselves
@@ -305,13 +338,12 @@ def spoil(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["somebody else's", "writable by others"])
 @pytest.mark.parametrize("what", ["place", "store", "mlx", "version", "cpu"])
-def test_what_others_may_have_written_is_not_loaded(child: Child, places: Places, how: str, what: str) -> None:
-    child(USE, **places.environment)
-    (library,) = places.kept
+def test_what_others_may_have_written_is_not_loaded(child: Child, used: Places, how: str, what: str) -> None:
+    (library,) = used.kept
     library.write_bytes(b"no library: an error if it were loaded")
     spoil(library.parents[["cpu", "version", "mlx", "store", "place"].index(what)], how)
-    child(USE, **places.environment)
-    assert len(places.compiled) == 2
+    child(USE, **used.environment)
+    assert len(used.compiled) == 1
 
 
 def test_where_nothing_can_be_kept_a_process_has_a_directory_of_its_own(child: Child, places: Places) -> None:
@@ -352,29 +384,27 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_library_is_compiled_again(child: Child, places: Places, how: str) -> None:
-    child(USE, **places.environment)
-    (library,) = places.kept
+def test_a_broken_library_is_compiled_again(child: Child, used: Places, how: str) -> None:
+    (library,) = used.kept
     sound = library.read_bytes()
     library.write_bytes(BROKEN[how](sound))
-    child(USE, **places.environment)
-    assert places.kept == [library]
+    child(USE, **used.environment)
+    assert used.kept == [library]
     assert len(library.read_bytes()) == len(sound)
-    assert len(places.compiled) == 2
-    child(USE, **places.environment)
-    assert len(places.compiled) == 2
+    assert len(used.compiled) == 1
+    child(USE, **used.environment)
+    assert len(used.compiled) == 1
 
 
-def test_what_a_killed_compiler_left_behind_is_deleted(child: Child, places: Places) -> None:
-    child(USE, **places.environment)
-    (library,) = places.kept
+def test_what_a_killed_compiler_left_behind_is_deleted(child: Child, used: Places) -> None:
+    (library,) = used.kept
     old, young = (library.with_name(f"tmp_{number}.so") for number in ("0a1b2c3d", "4e5f6a7b"))
     for each in (old, young):
         each.write_bytes(b"half a library")
     hours = 2 * 3600
     os.utime(old, (old.stat().st_atime - hours, old.stat().st_mtime - hours))
-    child(USE, **places.environment)
-    assert places.kept == sorted([library, young])
+    child(USE, **used.environment)
+    assert used.kept == sorted([library, young])
 
 
 def test_a_compiler_that_fails_with_the_flags_gets_mlx_s_own_command(child: Child, places: Places) -> None:
@@ -391,12 +421,11 @@ def test_a_compiler_that_fails_is_mlx_s_own_error(child: Child, places: Places) 
     assert "the disk is full" in done.stderr
 
 
-def test_a_library_deleted_from_the_cache_is_compiled_again(child: Child, places: Places) -> None:
-    child(USE, **places.environment)
-    places.kept[0].unlink()
-    child(USE, **places.environment)
-    assert len(places.compiled) == 2
-    assert len(places.kept) == 1
+def test_a_library_deleted_from_the_cache_is_compiled_again(child: Child, used: Places) -> None:
+    used.kept[0].unlink()
+    child(USE, **used.environment)
+    assert len(used.compiled) == 1
+    assert len(used.kept) == 1
 
 
 LENGTHS = """
