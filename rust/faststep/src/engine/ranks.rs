@@ -21,7 +21,7 @@ use super::Owner;
 use crate::{
     error::{Error, Result},
     layout::Layout,
-    mlx::group::Group,
+    mlx::{group::Group, sockets},
     trace::Options,
 };
 
@@ -168,6 +168,9 @@ impl Ranks {
     #[must_use]
     pub fn new(group: Group) -> Self {
         let crowd = crowd(group.size());
+        if crowd > 0.0 {
+            sockets::wait();
+        }
         Self {
             group: Rc::new(group),
             shares_model: false,

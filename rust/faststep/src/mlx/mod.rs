@@ -5,7 +5,7 @@
 //! The way of a batch: `random` gives the key that a loss draws from; while a step is traced, `array`, `convolution`, `join`,
 //! `graph` and `quantized` rewrite the lazy graph, which `tape` makes over each batch; before each evaluation `fuse` lets its kernels write
 //! over their inputs; `blas`, `openblas` and `kernels` are what it is computed by, and `caller` is for small steps on a CPU. `group` has the sums over other
-//! processes.
+//! processes, `sockets` how its threads wait for them.
 pub mod array;
 pub mod blas;
 pub mod called;
@@ -27,4 +27,5 @@ pub(crate) mod quantized;
 pub(crate) mod random;
 pub mod rebind;
 pub(crate) mod replay;
+pub(crate) mod sockets;
 pub(crate) mod tape;

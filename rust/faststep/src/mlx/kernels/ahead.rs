@@ -15,6 +15,7 @@ const MOST: usize = 16;
 pub struct Ahead<T: 'static> {
     state: Mutex<State<T>>,
     changed: Condvar,
+    begin: fn(), // each thread with it, but for one that takes what is not begun
 }
 
 type Job<T> = Box<dyn FnOnce() -> T + Send>;
@@ -26,9 +27,10 @@ struct State<T> {
 }
 
 impl<T: Send + Sync + 'static> Ahead<T> {
-    /// Nothing to do.
-    pub fn new() -> Self {
+    /// Nothing to do, by threads of which each begins with a function.
+    pub fn new(begin: fn()) -> Self {
         Self {
+            begin,
             state: Mutex::new(State {
                 queue: VecDeque::new(),
                 done: HashMap::new(),
@@ -103,6 +105,7 @@ impl<T: Send + Sync + 'static> Ahead<T> {
     }
 
     fn work(&self) {
+        (self.begin)();
         let mut state = self.lock();
         while let Some((number, job)) = state.queue.pop_front() {
             state.done.insert(number, None);
@@ -120,26 +123,36 @@ impl<T: Send + Sync + 'static> Ahead<T> {
 #[cfg(test)]
 mod tests {
     use super::Ahead;
-    use std::sync::{
-        atomic::{AtomicUsize, Ordering},
-        LazyLock,
+    use std::{
+        cell::Cell,
+        sync::{
+            atomic::{AtomicUsize, Ordering},
+            LazyLock,
+        },
+        thread,
     };
 
+    thread_local! {
+        static BEGUN: Cell<bool> = const { Cell::new(false) };
+    }
+
     static RUN: AtomicUsize = AtomicUsize::new(0);
-    static AHEAD: LazyLock<Ahead<u128>> = LazyLock::new(Ahead::new);
+    static AHEAD: LazyLock<Ahead<u128>> = LazyLock::new(|| Ahead::new(|| BEGUN.set(true)));
 
     #[test]
     fn every_job_is_done_once() {
         for number in (0..100).chain(0..100) {
             AHEAD.ask(number, move || {
                 RUN.fetch_add(1, Ordering::Relaxed);
-                2 * number
+                let is_own = thread::current().name() == Some("faststep-kernels");
+                2 * number + u128::from(is_own != BEGUN.get())
             });
         }
         for number in (0..100).rev() {
             assert_eq!(AHEAD.take(number).as_deref(), Some(&(2 * number)));
         }
         assert_eq!(RUN.load(Ordering::Relaxed), 100);
+        assert!(!BEGUN.get(), "only its own threads begin with it");
         assert_eq!(AHEAD.take(7), None, "it has been taken");
         assert_eq!(AHEAD.take(100), None, "it has not been asked for");
         AHEAD.ask(100, || 1);

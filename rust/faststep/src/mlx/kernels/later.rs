@@ -17,7 +17,7 @@ use crate::mlx::ffi::{
     faststep_blocks_begin, faststep_kernel_call, faststep_kernel_refused, KERNEL_ASK, KERNEL_LOOK,
 };
 
-static AHEAD: LazyLock<Ahead<io::Result<()>>> = LazyLock::new(Ahead::new);
+static AHEAD: LazyLock<Ahead<io::Result<()>>> = LazyLock::new(|| Ahead::new(give_way));
 
 /// How much less of a processor than the step the compiler gets: Unix's nice value.
 const NICE: i32 = 10;
@@ -85,14 +85,18 @@ fn ask(command: &Command, number: u64, text: String) {
     let command = command.of(&source, &library);
     AHEAD.ask(number.into(), move || {
         COMPILED.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: no conditions; it is the calling thread's, and the compiler's that it starts
-        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
         fs::write(&source, text)?;
         let parsed = Command::parse(&command).ok_or(io::ErrorKind::InvalidInput)?;
         let done = compile(&parsed);
         _ = fs::remove_file(&source);
         done.and_then(|()| fs::rename(library, made))
     });
+}
+
+// of a thread that compiles, and of the compilers that it starts; a thread that waits for a library compiles it as it is
+fn give_way() {
+    // SAFETY: no conditions; it is the calling thread's
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
 extern "C" fn is_made(number: u64) -> bool {
