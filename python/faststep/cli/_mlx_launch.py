@@ -15,11 +15,21 @@ from faststep._command import HUNG
 from faststep.cli._status import LOST
 
 LOCAL = "127.0.0.1"
-# `mlx.launch` itself; signals reach its ranks, and it goes on until they have ended
-_MLX_LAUNCH = (
-    "import signal; [signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)]; "
-    "from mlx._distributed_utils.launch import main; main()"
-)
+# `mlx.launch` itself; signals reach its ranks, and it goes on until they have ended. A thread of it for each rank asks without
+# a pause whether the rank takes input, which it always does: so it would keep a processor from the ranks.
+_MLX_LAUNCH = """
+import select, signal
+from mlx._distributed_utils import launch
+
+def patient(reading, writing, others, seconds):
+    found = select.select(reading, [], others, min(seconds, 0.05) if writing else seconds)[0]
+    return found, select.select([], writing, [], 0)[1], []
+
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, lambda *_: None)
+launch.select = patient
+launch.main()
+"""
 _ENDED = re.compile(r"Node with rank (\d+) exited with code (-?\d+)")  # as `mlx.launch` tells it
 SSH_LOST = 255  # the exit code of ssh where the connection is gone
 
