@@ -15,8 +15,8 @@ from faststep._command import HUNG
 from faststep.cli._status import LOST
 
 LOCAL = "127.0.0.1"
-# `mlx.launch` itself; signals reach its ranks, and it goes on until they have ended. A thread of it for each rank asks without
-# a pause whether the rank takes input, which it always does: so it would keep a processor from the ranks.
+# `mlx.launch` itself; signals reach its ranks, and it goes on until they have ended. A thread of it for each rank asks
+# without a pause whether the rank takes input, which it always does: so it would keep a processor from the ranks.
 _MLX_LAUNCH = """
 import select, signal
 from mlx._distributed_utils import launch
