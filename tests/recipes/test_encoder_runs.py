@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,12 @@ from support.reader import commands, copy_examples, run
 
 SHORT = ["--set", "train.steps=6", "--set", "train.log_every=2", "--set", "train.validate_every=3"]
 SHORT += ["--set", "train.validation_batches=4"]
+# what masked texts are made of after the first training, which encodes the whole library
+FEW_TEXTS = [
+    word
+    for part in ("train", "validation")
+    for word in ("--set", f"data.{part}.files={sysconfig.get_path('stdlib')}/c*.py")
+]
 MASKED, CLASSES = "examples/encoder/masked_lm.yaml", "examples/encoder/classify.yaml"
 
 
@@ -24,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert len(wanted) == 5
     for command in wanted:
         options = SHORT if " train " in command else []
-        few = ["--steps", "8", "--kills", "1"] if "verify-resume" in command else []
+        few = ["--steps", "8", "--kills", "1", *FEW_TEXTS] if "verify-resume" in command else []
         run(command, folder, *options, *few)
     return folder
 
@@ -63,6 +70,7 @@ def test_what_does_not_fit_is_refused_before_training(case: str, place: Path) ->
     config, changes, message = REFUSED[case]
     (place / "examples/encoder/broken.jsonl").write_text('{"text": "a", "label": "xml"}\n{"text":\n')
     options = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    options += FEW_TEXTS if config == MASKED else []
     done = run(f"faststep train {config}", place, *options, "--set", "run=runs/refused", status=2)
     assert message in " ".join(done.stderr.split()), done.stderr
     assert "Traceback" not in done.stderr
