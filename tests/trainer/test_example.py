@@ -52,9 +52,9 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(each) for each in found.groups()]
 
 
-def finished(name: str, cwd: Path) -> str:
-    """Run an example with its defaults, which takes its first rounds in plain MLX too; return what it printed."""
-    done = run(EXAMPLE.with_name(name), cwd=cwd)
+def finished(name: str, cwd: Path, *options: str) -> str:
+    """Run an example, which takes its first rounds in plain MLX too; return what it printed."""
+    done = run(EXAMPLE.with_name(name), *options, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     (gap,) = numbers(r"fast_step: .* difference (\S+)", done.stdout)
     assert gap < 1e-5
@@ -74,7 +74,7 @@ def test_the_gan_finds_what_one_gaussian_cannot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_agent_balances_longer_than_random_actions_do(tmp_path: Path) -> None:
-    printed = finished("dqn.py", tmp_path)
+    printed = finished("dqn.py", tmp_path, "--compare=50")
     (lasts,) = numbers(r"the agent balances the pole for (\d+) steps of 500", printed)
     (baseline,) = numbers(r"random actions balance it for (\d+)", printed)
     assert lasts > 5 * baseline
@@ -82,7 +82,7 @@ def test_the_agent_balances_longer_than_random_actions_do(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_preferred_answers_become_likely(tmp_path: Path) -> None:
-    printed = finished("preference.py", tmp_path)
+    printed = finished("preference.py", tmp_path, "--compare=20")
     (before,) = numbers(r"taught both: yes (\d+)% of the time", printed)
     assert 40 < before < 60
     for method in ("dpo", "orpo"):
@@ -92,7 +92,7 @@ def test_preferred_answers_become_likely(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rewarded_answers_become_more(tmp_path: Path) -> None:
-    printed = finished("grpo.py", tmp_path)
+    printed = finished("grpo.py", tmp_path, "--rounds=120", "--compare=20")
     for what in ("drawn answers", "the likeliest answer"):
         before, after = numbers(rf"{what}: (\d+)% right at first, (\d+)% at the end", printed)
         assert after > 2 * before
