@@ -138,7 +138,7 @@ class Ours:
 
     def __init__(self, part: Made, loss_fn: Callable[..., Any], variant: Variant) -> None:
         self.part, self.by_step = part, variant.way == "Step"
-        self.options: dict[str, Any] = {"accumulate": variant.window, "compile": variant.compiled}
+        self.options: dict[str, Any] = {"accumulate": variant.window, "compile": variant.compiled, "replay": True}
         self.options |= {"nonfinite": "raise"} if variant.raises else {}
         self.step = Step(part.model, part.optimizer, loss_fn, **self.options) if self.by_step else None
 

@@ -175,6 +175,8 @@ pub struct Prepared<'py> {
     pub aliased: bool,
     /// True if parameters have a new layout: the model's arrays are not the engine's yet.
     pub packed: bool,
+    /// True if the loss has put other containers into the model: the arrays in these are not the engine's yet.
+    pub moved: bool,
     /// The optimizer before it was initialised, if that has just been done.
     pub undo: Option<Snapshot<'py>>,
 }
@@ -497,6 +499,7 @@ impl Store {
         Ok(Prepared {
             aliased: !self.signature()?.tree.doubles().is_empty(),
             packed,
+            moved: false,
             model: slots,
             state,
             undo,

@@ -544,6 +544,7 @@ fn move_places<'py>(
             slot.place = now.place;
         }
     }
+    prepared.moved = !old.is_empty();
     old
 }
 

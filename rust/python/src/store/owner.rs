@@ -166,7 +166,7 @@ impl Owner for Holder<'_, '_> {
             .moments
             .as_ref()
             .is_none_or(|moments| !moments.is_shown());
-        let same = !prepared.aliased && !prepared.packed && !self.released;
+        let same = !(prepared.aliased || prepared.packed || prepared.moved || self.released);
         let parameters = self.parameters().map(|(_, slot)| slot);
         let alone = hidden && same && parameters.chain(&prepared.state).all(Slot::is_unshared);
         alone.then_some(prepared.state.len())
