@@ -26,6 +26,9 @@ enum Status : int {
 // `cblas_sgemm`.
 using Sgemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
 
+// Does so many chunks of work, each by its number, with other threads where they have time.
+using Share = void (*)(size_t count, void (*chunk)(const void* context, size_t at), const void* context);
+
 // A product with quantized weights: matrices of `rows` of `inner` numbers each, times packed weights.
 struct QuantizedProduct {
   size_t dtype; // 0: float32, 1: float16, 2: bfloat16
@@ -240,6 +243,7 @@ int faststep_own_kernels(
     size_t count,
     void (*convolve)(const faststep::Convolution*),
     faststep::Sgemm sgemm,
+    faststep::Share share,
     void** rewritten);
 // Compute a product of few rows; false, and nothing is done, where this processor has no instructions for it.
 bool faststep_few_rows(const faststep::FewRows* product) noexcept;

@@ -71,6 +71,8 @@ array stand_in_attention(
 #undef gpu
 #undef cuda_kernel
 #undef device_info
+#include "patterns/attention.cpp"
+#include "patterns/known.cpp"
 
 namespace mx = mlx::core;
 using Arrays = std::vector<mx::array>;

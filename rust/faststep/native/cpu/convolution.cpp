@@ -13,7 +13,7 @@
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "cpu/on_cpu.hpp"
-#include "cpu/pace.hpp"
+#include "patterns/known.hpp"
 
 namespace faststep {
 
@@ -95,17 +95,17 @@ bool is_one_of(const mx::array& a, std::initializer_list<std::string_view> names
 
 // A product with a matrix of patches, of which MLX makes the gradient of weights (conv_weight_backward_patches in mlx/primitives.cpp).
 std::optional<mx::array> weight_gradient(const mx::array& a, Convolve convolve) {
-  const auto &turned = passed_on(a.inputs()[0]), &matrix = passed_on(a.inputs()[1]);
+  const auto &turned = known::input(a, 0), &matrix = known::input(a, 1);
   bool is_product = a.ndim() == 2 && is_one_of(turned, {"Transpose"}) &&
       static_cast<const mx::Transpose&>(turned.primitive()).state() == std::vector{1, 0} && is_one_of(matrix, {"Reshape", "Flatten"});
   if (!is_product) {
     return std::nullopt;
   }
-  const auto& view = passed_on(matrix.inputs()[0]);
+  const auto& view = known::input(matrix, 0);
   if (!is_one_of(view, {"AsStrided"}) || !is_one_of(view.inputs()[0], {"Reshape", "Flatten"})) {
     return std::nullopt;
   }
-  const auto* x = &passed_on(view.inputs()[0].inputs()[0]);
+  const auto* x = &known::input(known::input(view, 0), 0);
   if (x->ndim() != 4) {
     return std::nullopt;
   }
@@ -113,7 +113,7 @@ std::optional<mx::array> weight_gradient(const mx::array& a, Convolve convolve) 
   mx::Shape before{0, 0};
   if (is_one_of(*x, {"Pad"})) {
     auto [axes, low, high] = static_cast<const mx::Pad&>(x->primitive()).state();
-    const auto& value = passed_on(x->inputs()[1]);
+    const auto& value = known::input(*x, 1);
     bool is_zero = value.is_available() && value.dtype() == mx::float32 && value.item<float>() == 0;
     if (axes != std::vector{1, 2} || !is_zero) {
       return std::nullopt;

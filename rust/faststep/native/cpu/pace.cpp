@@ -99,21 +99,6 @@ std::shared_ptr<mx::Primitive> waited(mx::Stream stream) {
   return std::make_shared<Wait>(stream);
 }
 
-const mx::array& passed_on(const mx::array& a) {
-  const auto* it = &a;
-  auto passes = [](const mx::array& each) {
-    bool is_lazy = each.has_primitive() && each.status() == mx::array::Status::unscheduled;
-    std::string_view name = is_lazy ? each.primitive().name() : "";
-    return name == "Pace" || name == "Wait";
-  };
-  while (passes(*it)) {
-    auto outputs = it->outputs();
-    auto is_it = [it](const mx::array& output) { return output.id() == it->id(); };
-    it = &it->inputs()[std::find_if(outputs.begin(), outputs.end(), is_it) - outputs.begin()];
-  }
-  return *it;
-}
-
 } // namespace faststep
 
 int faststep_paced(const void* array, void** paced) {

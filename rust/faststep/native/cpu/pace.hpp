@@ -27,7 +27,4 @@ void pace(mx::Stream stream);
 std::shared_ptr<mx::Primitive> paced(mx::Stream stream);
 std::shared_ptr<mx::Primitive> waited(mx::Stream stream);
 
-// The array that an array passes on, in its place among several; the array itself where it is neither of them.
-const mx::array& passed_on(const mx::array& a);
-
 } // namespace faststep

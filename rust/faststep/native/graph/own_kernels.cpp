@@ -1,11 +1,14 @@
-// Operations that have kernels of the package's own on a CPU (cpu/softmax.cpp, cpu/convolution.cpp, cpu/copied.cpp).
+// Operations that have kernels of the package's own on a CPU (cpu/attention.cpp, cpu/softmax.cpp, cpu/convolution.cpp, cpu/copied.cpp).
+#include <algorithm>
 #include <vector>
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "cpu/attention.hpp"
 #include "cpu/convolution.hpp"
 #include "cpu/copied.hpp"
 #include "cpu/softmax.hpp"
+#include "patterns/known.hpp"
 #include "graph/rewrite.hpp"
 #include "lazy.hpp"
 #include "status.hpp"
@@ -16,7 +19,8 @@ namespace {
 
 class OwnKernels : public faststep::Rewrite {
  public:
-  OwnKernels(faststep::Convolve convolve, faststep::Sgemm sgemm) : convolve_(convolve), sgemm_(sgemm) {}
+  OwnKernels(faststep::Convolve convolve, faststep::Sgemm sgemm, faststep::Share share)
+      : convolve_(convolve), sgemm_(sgemm), attention_(sgemm, share, [this](const mx::array& softmax) { return is_alone(softmax); }) {}
 
  private:
   std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
@@ -24,7 +28,10 @@ class OwnKernels : public faststep::Rewrite {
     if (!a.is_tracer()) {
       return outputs; // uncompiled, others may hold it
     }
-    auto made = faststep::softmax_of(a);
+    auto made = attention_.rewritten(a);
+    if (!made) {
+      made = faststep::softmax_of(a);
+    }
     if (!made) {
       made = faststep::convolution_of(a, convolve_);
     }
@@ -34,12 +41,47 @@ class OwnKernels : public faststep::Rewrite {
     if (!made) {
       return outputs;
     }
+    hold(*made); // rules know arrays by their ids
     faststep::take_module(a, *made);
     return {*made};
   }
 
+  // Whether these alone use an array, themselves or behind what passes it on.
+  template <typename Are>
+  bool use(const mx::array& original, Are are) const {
+    auto [count, all] = users(original);
+    return count == all.size() && std::all_of(all.begin(), all.end(), [&](const mx::array& a) {
+      return faststep::known::passes_on(a) ? use_passed_on(a, original, are) : are(a);
+    });
+  }
+
+  template <typename Are>
+  bool use_passed_on(const mx::array& by, const mx::array& original, Are are) const {
+    const auto& inputs = by.inputs();
+    auto outputs = by.outputs();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].id() == original.id() && (i >= outputs.size() || !use(outputs[i], are))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Whether nothing but an attention and its gradient uses a softmax, and the gradient of what it is taken of.
+  bool is_alone(const mx::array& softmax) const {
+    using faststep::known::is;
+    auto multiplies = [](const mx::array& a) { return is(a, "Matmul") || is(a, "Transpose"); };
+    auto scales = [&](const mx::array& a) {
+      return multiplies(a) || ((is(a, "Multiply") || is(a, "Divide")) && use(a, multiplies));
+    };
+    auto masks = [&](const mx::array& a) { return multiplies(a) || ((is(a, "Multiply") || is(a, "Divide")) && use(a, scales)); };
+    auto subtracts = [&](const mx::array& a) { return is(a, "Sum") || (is(a, "Subtract") && use(a, masks)); };
+    return use(softmax, [&](const mx::array& a) { return multiplies(a) || (is(a, "Multiply") && use(a, subtracts)); });
+  }
+
   faststep::Convolve convolve_;
   faststep::Sgemm sgemm_;
+  faststep::CpuAttention attention_;
 };
 
 } // namespace
@@ -49,6 +91,11 @@ int faststep_own_kernels(
     size_t count,
     void (*convolve)(const faststep::Convolution*),
     faststep::Sgemm sgemm,
+    faststep::Share share,
     void** rewritten) {
-  return faststep::guarded([&] { OwnKernels(convolve, sgemm).run(arrays, count, rewritten); });
+  return faststep::guarded([&] {
+    OwnKernels kernels(convolve, sgemm, share);
+    kernels.look(faststep::list(arrays, count));
+    kernels.run(arrays, count, rewritten);
+  });
 }

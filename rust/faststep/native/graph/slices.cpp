@@ -10,7 +10,7 @@
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
-#include "cpu/pace.hpp"
+#include "patterns/known.hpp"
 #include "cpu/slices.hpp"
 #include "graph/rewrite.hpp"
 #include "lazy.hpp"
@@ -38,7 +38,7 @@ bool is_sum(const mx::array& a) {
 }
 
 std::optional<Slice> slice_of(const mx::array& a) {
-  if (!is_lazy(a, "SliceUpdate") || faststep_array_is_zero(&faststep::passed_on(a.inputs()[0])) == 0) {
+  if (!is_lazy(a, "SliceUpdate") || faststep_array_is_zero(&faststep::known::input(a, 0)) == 0) {
     return std::nullopt;
   }
   auto [kind, start, end, steps] = static_cast<const mx::SliceUpdate&>(a.primitive()).state();

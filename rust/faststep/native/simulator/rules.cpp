@@ -6,6 +6,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "cpu/attention.hpp"
 #include "cpu/quantized.hpp"
 
 namespace faststep::simulator {
@@ -149,6 +150,24 @@ void turned_product(Site& site) {
   site.work.scratch = site.out().face.nbytes();
 }
 
+// Copies the factors that BLAS cannot read where they lie (cpu/attention.cpp).
+void attention(Site& site) {
+  for (auto* out : site.op.outputs) {
+    fresh(site, *out);
+  }
+  auto add = [&](size_t i) {
+    if (const auto& x = site.in(i).face; attention_copies(x)) {
+      temporary(site, x.nbytes());
+    }
+  };
+  for (size_t i : {0, 1, 2}) {
+    add(i);
+  }
+  if (site.op.outputs.size() == 3) {
+    add(site.op.inputs.size() - 2); // the cotangent
+  }
+}
+
 // Passes its input on, and marks the place (cpu/pace.cpp).
 void pace(Site& site) {
   share(site.out(), site.in(0));
@@ -179,7 +198,7 @@ Rule rule(std::string_view name) {
         {"Convolution", convolution}, {"QuantizedMatmul", needs_rows}, {"Select", select},
         {"LayerNormVJP", norm_vjp},   {"RMSNormVJP", norm_vjp},        {"Dequantized", dequantized},
         {"Pace", pace},               {"Wait", wait},                  {"TurnedProduct", turned_product},
-        {"AddedProduct", matmul}};
+        {"AddedProduct", matmul},     {"Attention", attention},      {"AttentionVJP", attention}};
     for (auto name : {"Reshape", "Flatten", "Unflatten"}) {
       rules[name] = reshape;
     }

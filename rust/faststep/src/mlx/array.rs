@@ -19,7 +19,7 @@ use super::ffi::{
     faststep_differ_by_rank, faststep_eval_one_by_one, faststep_exchange_in_order,
     faststep_is_transforming, faststep_kernels, faststep_merge, faststep_own_kernels,
     faststep_sum_rows, faststep_sum_slices, faststep_watch_free, faststep_watch_is_alive,
-    faststep_watch_new, handle, handles, made, owned, Handles, New,
+    faststep_watch_new, handle, handles, made, owned, Chunk, Handles, New,
 };
 use super::{blas, convolution, join, kernels};
 
@@ -237,7 +237,24 @@ pub(crate) fn rows_summed(arrays: &[Array]) -> Result<Vec<Array>> {
 unsafe extern "C" fn own_kernels(arrays: Handles, count: usize, rewritten: *mut New) -> c_int {
     let (convolve, sgemm) = (convolution::function(), blas::of_mlx());
     // SAFETY: as the caller says; the functions are never unloaded.
-    unsafe { faststep_own_kernels(arrays, count, convolve, sgemm, rewritten) }
+    unsafe { faststep_own_kernels(arrays, count, convolve, sgemm, share, rewritten) }
+}
+
+extern "C" fn share(count: usize, chunk: Chunk, context: *const c_void) {
+    let context = Context(context);
+    blas::share(count, &|at| chunk(context.get(), at));
+}
+
+/// What the chunks of a kernel read; they write to parts of arrays that no two of them have in common.
+struct Context(*const c_void);
+
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    fn get(&self) -> *const c_void {
+        self.0
+    }
 }
 
 /// What a rewrite of a lazy graph makes of each array.

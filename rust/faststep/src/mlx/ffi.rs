@@ -22,6 +22,8 @@ pub(crate) type Handle = *const c_void;
 pub(crate) type Handles = *const Handle;
 /// `cblas_sgemm`, where it is OpenBLAS's.
 pub(crate) type Sgemm = Option<Gemm<f32, f32>>;
+/// A chunk of work, by its number.
+pub(crate) type Chunk = extern "C" fn(*const c_void, usize);
 /// A new array, or a list of them.
 pub(crate) type New = *mut c_void;
 
@@ -261,6 +263,7 @@ extern "C" {
         count: usize,
         convolve: Option<extern "C" fn(*const Convolution)>,
         sgemm: Sgemm,
+        share: extern "C" fn(usize, Chunk, *const c_void),
         rewritten: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_few_rows(product: *const FewRows) -> bool;

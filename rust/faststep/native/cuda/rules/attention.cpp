@@ -93,30 +93,6 @@ constexpr const char* few_backward_source = R"(
   }
 )";
 
-mx::array swapped(const mx::array& a) {
-  return mx::swapaxes(a, -1, -2, mx::Device::gpu);
-}
-
-// The matrix of which another one is the transpose, or all in an array.
-const mx::array* swapped_back(const mx::array& a) {
-  if (!is(a, "Transpose") || a.ndim() < 2) {
-    return nullptr;
-  }
-  auto axes = static_cast<const mx::Transpose&>(a.primitive()).state();
-  int n = static_cast<int>(a.ndim());
-  for (int i = 0; i < n; ++i) {
-    if (axes[i] != (i < n - 2 ? i : 2 * n - 3 - i)) {
-      return nullptr;
-    }
-  }
-  return &a.inputs()[0];
-}
-
-bool are_swapped(const mx::array& a, const mx::array& b) {
-  const auto *of_a = swapped_back(a), *of_b = swapped_back(b);
-  return (of_a && of_a->id() == b.id()) || (of_b && of_b->id() == a.id());
-}
-
 // Whether MLX's products in float32 are in TF32 (mlx/utils.h has it, but libmlx does not export what it calls).
 bool is_tf32() {
   static const bool set = [] {
@@ -137,88 +113,6 @@ bool fits_tiles(const mx::array& a) {
   return has_tensor_cores && a.shape(3) % 8 == 0 && a.shape(2) <= positions && a.shape(0) * int64_t{a.shape(1)} <= heads;
 }
 
-} // namespace
-
-// The products of attention, and those of its gradient.
-std::optional<mx::array> Softmax::product(const mx::array& product) {
-  const auto &left = product.inputs()[0], &right = product.inputs()[1];
-  if (causal_.contains(left.id()) || is(left, "Softmax")) {
-    return attention(product);
-  }
-  auto of = [&](const mx::array& gradient) {
-    auto found = gradients_.find(gradient.id());
-    return found == gradients_.end() ? attentions_.end() : attentions_.find(found->second.probabilities.id());
-  };
-  if (auto found = of(left); found != attentions_.end() && are_swapped(right, found->second.keys_swapped)) {
-    if (auto* made = backward(found->second, gradients_.at(left.id()).cotangent)) {
-      queries_.emplace(product.id(), std::pair{(*made)[0], found->second.scale});
-    }
-    return std::nullopt;
-  }
-  if (auto found = of(right); found != attentions_.end() && are_swapped(left, found->second.scaled)) {
-    auto* made = backward(found->second, gradients_.at(right.id()).cotangent);
-    return made ? std::optional(swapped((*made)[1])) : std::nullopt;
-  }
-  const auto* probabilities = swapped_back(left);
-  auto found = probabilities ? attentions_.find(probabilities->id()) : attentions_.end();
-  if (found == attentions_.end() || right.shape() != found->second.values.shape()) {
-    return std::nullopt;
-  }
-  return gradient_of(found->second, right)[2];
-}
-
-// softmax(mask(scale queries keys^T)) values, or without a mask
-std::optional<mx::array> Softmax::attention(const mx::array& product) {
-  const auto &p = product.inputs()[0], &values = product.inputs()[1];
-  auto found = causal_.find(p.id());
-  bool is_causal = found != causal_.end();
-  const auto& scores = is_causal ? found->second.scores : p.inputs()[0];
-  if (!is(scores, "Matmul") || p.dtype() != mx::float32 || p.ndim() != 4 || p.shape(-1) != p.shape(-2) || p.size() == 0) {
-    return std::nullopt;
-  }
-  const auto &scaled = scores.inputs()[0], &keys_swapped = scores.inputs()[1];
-  const auto* keys = swapped_back(keys_swapped);
-  if (!keys || !is(scaled, "Multiply") || values.ndim() != 4) {
-    return std::nullopt;
-  }
-  const auto& queries = heads_.original(scaled.inputs()[1]);
-  const auto &from = heads_.original(*keys), &into = heads_.original(values);
-  auto scale = number(scaled.inputs()[0]);
-  if (!scale || queries.shape() != from.shape() || queries.shape() != into.shape() ||
-      values.shape(-1) > max_dimensions) {
-    return std::nullopt;
-  }
-  bool is_few = is_causal && p.shape(-1) <= few_positions;
-  if (!is_few && !fits_tiles(queries)) {
-    return std::nullopt;
-  }
-  Attention attention{p, queries, from, into, scaled, keys_swapped, values, *scale, is_causal, is_few, {}};
-  attention.made = is_few ? few(attention, {}) : tiles(attention);
-  auto out = attention.made[0];
-  attentions_.emplace(p.id(), std::move(attention));
-  return out;
-}
-
-// The gradients by the cotangent of the product with the values, which that of the probabilities is computed from.
-const Arrays* Softmax::backward(const Attention& attention, const mx::array& cotangent) {
-  bool known = is(cotangent, "Matmul") && are_swapped(cotangent.inputs()[1], attention.values_read) &&
-      cotangent.inputs()[0].shape() == attention.values.shape();
-  return known ? &gradient_of(attention, cotangent.inputs()[0]) : nullptr;
-}
-
-const Arrays& Softmax::gradient_of(const Attention& attention, const mx::array& cotangent) {
-  std::pair at{attention.probabilities.id(), cotangent.id()};
-  auto found = backward_.find(at);
-  if (found == backward_.end()) {
-    const auto& original = heads_.original(cotangent);
-    auto made = attention.is_few ? few(attention, original) : tiles(attention, original);
-    found = backward_.emplace(at, std::move(made)).first;
-  }
-  return found->second;
-}
-
-namespace {
-
 // An array of positions by heads, as one of heads by positions and back.
 mx::array moved(const mx::array& a) {
   return mx::transpose(a, {0, 2, 1, 3}, mx::Device::gpu);
@@ -229,6 +123,36 @@ mx::Shape positions_by_heads(const mx::array& a) {
 }
 
 } // namespace
+
+const mx::array& Softmax::original(const mx::array& a) const {
+  return heads_.original(a);
+}
+
+// Queries, keys and values are of one shape.
+bool Softmax::fits(const Attention& attention) const {
+  const auto& values = attention.values;
+  const auto* keys = swapped_back(attention.keys_swapped);
+  bool is_known = keys && values.ndim() == 4 && attention.queries.shape() == values.shape() && keys->shape() == values.shape() &&
+      values.shape(3) <= max_dimensions;
+  return is_known && (is_few(attention) || fits_tiles(values));
+}
+
+bool Softmax::is_few(const Attention& attention) {
+  return attention.scores.is_causal && attention.values.shape(2) <= few_positions;
+}
+
+Arrays Softmax::forward(const Attention& attention) {
+  return is_few(attention) ? few(attention, {}) : tiles(attention);
+}
+
+Arrays Softmax::backward(const Attention& attention, const mx::array& cotangent) {
+  return is_few(attention) ? few(attention, cotangent) : tiles(attention, cotangent);
+}
+
+// Queries, keys and values where they lie.
+Arrays Softmax::read(const Attention& attention) const {
+  return {attention.queries, original(*swapped_back(attention.keys_swapped)), attention.values};
+}
 
 // The output, or the gradients of queries, keys and values by its cotangent.
 Arrays Softmax::few(const Attention& attention, const std::optional<mx::array>& cotangent) const {
@@ -243,7 +167,7 @@ Arrays Softmax::few(const Attention& attention, const std::optional<mx::array>& 
       {shape[0] * shape[1], 1},
       {256, 1},
       false};
-  Arrays inputs{attention.queries, attention.keys, attention.values};
+  auto inputs = read(attention);
   if (cotangent) {
     kernel.inputs.emplace_back("cotangent");
     inputs.push_back(*cotangent);
@@ -254,33 +178,29 @@ Arrays Softmax::few(const Attention& attention, const std::optional<mx::array>& 
   return made;
 }
 
-namespace {
-
-Kernel of_tiles(const Softmax::Attention& attention, const char* name, const char* source) {
+Kernel Softmax::of_tiles(const Attention& attention, const char* name, const char* source) {
   const auto& shape = attention.values.shape();
   return {
       std::string("attention_") + name,
       {},
       {},
       "  constexpr float scale = " + literal(attention.scale) + ";\n" + tiles_source + source,
-      {{"WIDTH", shape[3]}, {"CAUSAL", attention.is_causal}, {"EXACT", !is_tf32()}},
+      {{"WIDTH", shape[3]}, {"CAUSAL", attention.scores.is_causal}, {"EXACT", !is_tf32()}},
       {shape[0] * shape[1], (shape[2] + tile_rows - 1) / tile_rows},
       {tile_threads, 1},
       false,
       tensor_cores_source};
 }
 
-} // namespace
-
 // The output, and each position's normalizer.
-Arrays Softmax::tiles(const Attention& attention) {
+Arrays Softmax::tiles(const Attention& attention) const {
   auto kernel = of_tiles(attention, "tiles", tiles_forward_source);
   kernel.inputs = {"queries", "keys", "values"};
   kernel.outputs = {"out", "normalizers"};
   const auto& shape = attention.values.shape();
   auto made = call(
       kernel,
-      {attention.queries, attention.keys, attention.values},
+      read(attention),
       {positions_by_heads(attention.values), {shape[0], shape[1], shape[2]}},
       {mx::float32, mx::float32});
   made[0] = moved(made[0]);
@@ -288,11 +208,12 @@ Arrays Softmax::tiles(const Attention& attention) {
 }
 
 // The gradients of queries, keys and values.
-Arrays Softmax::tiles(const Attention& attention, const mx::array& cotangent) {
+Arrays Softmax::tiles(const Attention& attention, const mx::array& cotangent) const {
   auto of_queries = of_tiles(attention, "tiles_queries", tiles_queries_source);
   of_queries.inputs = {"queries", "keys", "values", "cotangent", "out", "normalizers"};
   of_queries.outputs = {"dq", "dots"};
-  Arrays inputs{attention.queries, attention.keys, attention.values, cotangent};
+  auto inputs = read(attention);
+  inputs.push_back(cotangent);
   const auto &out = attention.made[0], &normalizers = attention.made[1];
   auto shape = positions_by_heads(attention.values);
   auto first = call(

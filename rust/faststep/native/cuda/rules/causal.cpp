@@ -1,72 +1,7 @@
-// Masks that say no more than "causal": kernels know that without reading one.
-#include <limits>
-
+// MLX's own attention with a mask that says no more than "causal": its kernels know that without reading one.
 #include "cuda/rules/rules.hpp"
 
 namespace faststep::rules {
-
-namespace {
-
-constexpr float hidden = -1e9f; // an exponential of less, beside any score that a model trains with, is zero
-
-// The numbers from `first` on, along this axis of a matrix; of a dtype that has them all.
-bool counts(const mx::array& a, size_t axis, int first) {
-  const auto& line = unrepeated(a);
-  if (!is(line, "ExpandDims") || line.ndim() != 2 || line.shape(1 - axis) != 1 || line.shape(axis) != a.shape(axis)) {
-    return false;
-  }
-  const auto& range = line.inputs()[0];
-  bool exact = range.dtype() == mx::int32 || range.dtype() == mx::uint32 || range.dtype() == mx::int64;
-  if (!is(range, "Arange") || !exact) {
-    return false;
-  }
-  auto [start, stop, step] = static_cast<const mx::Arange&>(range.primitive()).state();
-  return start == first && step == 1;
-}
-
-// The matrix that an array repeats along all axes but its last two.
-const mx::array& matrix_of(const mx::array& a, const mx::Shape& shape) {
-  bool repeats = (is(a, "Broadcast") || is(a, "ExpandDims")) && a.ndim() >= 2 && a.shape(-2) == shape[0] &&
-      a.shape(-1) == shape[1];
-  return repeats && a.inputs()[0].ndim() >= 2 ? matrix_of(a.inputs()[0], shape) : a;
-}
-
-bool hides(float value, mx::Dtype dtype) {
-  return value <= (dtype == mx::float16 ? static_cast<float>(std::numeric_limits<mx::float16_t>::lowest()) : hidden);
-}
-
-} // namespace
-
-bool shows_causal(const mx::array& mask, int rows, int columns) {
-  const auto& m = matrix_of(mask, {rows, columns});
-  return is(m, "GreaterEqual") && m.shape() == mx::Shape{rows, columns} && rows <= columns &&
-      counts(m.inputs()[0], 0, columns - rows) && counts(m.inputs()[1], 1, 0);
-}
-
-// (i < j) * lowest, as MLX's create_additive_causal_mask has it, for as many rows as columns
-bool adds_causal(const mx::array& mask, int rows, int columns) {
-  const auto* m = &matrix_of(mask, {rows, columns});
-  if (is(*m, "AsType") && mx::issubdtype(m->dtype(), mx::floating)) {
-    const auto& from = m->inputs()[0];
-    if (mx::issubdtype(from.dtype(), mx::floating)) {
-      m = &matrix_of(from, {rows, columns});
-    }
-  }
-  if (!is(*m, "Multiply") || m->shape() != mx::Shape{rows, columns} || rows != columns) {
-    return false;
-  }
-  for (int side : {0, 1}) {
-    const auto& flags = m->inputs()[side];
-    auto lowest = number(m->inputs()[1 - side]);
-    if (!lowest || *lowest == -std::numeric_limits<float>::infinity() || !hides(*lowest, m->dtype()) ||
-        !is(flags, "AsType") || !is(flags.inputs()[0], "Less")) {
-      continue;
-    }
-    const auto& less = flags.inputs()[0];
-    return less.shape() == mx::Shape{rows, columns} && counts(less.inputs()[0], 0, 0) && counts(less.inputs()[1], 1, 0);
-  }
-  return false;
-}
 
 namespace {
 

@@ -37,21 +37,6 @@ Arrays call(
   return made;
 }
 
-std::optional<float> number(const mx::array& a) {
-  const auto& scalar = unrepeated(a);
-  bool readable = !scalar.has_primitive() && scalar.is_available() && scalar.size() == 1;
-  if (!readable) {
-    return std::nullopt;
-  }
-  if (scalar.dtype() == mx::bfloat16) {
-    return static_cast<float>(*scalar.data<mx::bfloat16_t>());
-  }
-  if (scalar.dtype() == mx::float16) {
-    return static_cast<float>(*scalar.data<mx::float16_t>());
-  }
-  return scalar.dtype() == mx::float32 ? std::optional(*scalar.data<float>()) : std::nullopt;
-}
-
 std::string literal(float value) {
   std::ostringstream out;
   out << std::hexfloat << value << "f";

@@ -3,10 +3,8 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -15,12 +13,14 @@
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
 #include "fast_primitives.hpp"
+#include "patterns/attention.hpp"
+#include "patterns/known.hpp"
 
 namespace faststep::rules {
 
 namespace mx = mlx::core;
 
-using Arrays = std::vector<mx::array>;
+using namespace known;
 
 inline constexpr int lanes = 32; // of a warp
 inline constexpr int warps = 8; // of a block
@@ -43,10 +43,6 @@ Arrays call(
     const std::vector<mx::Shape>& shapes,
     std::vector<mx::Dtype> dtypes);
 
-inline bool is(const mx::array& a, std::string_view primitive) {
-  return a.has_primitive() && a.primitive().name() == primitive;
-}
-
 // Whether kernels here compute with it.
 inline bool is_known(mx::Dtype dtype) {
   return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
@@ -55,19 +51,6 @@ inline bool is_known(mx::Dtype dtype) {
 inline int divided(int64_t a, int64_t b) {
   return static_cast<int>((a + b - 1) / b);
 }
-
-// The array that another one repeats along some axes, or the array itself.
-inline const mx::array& unrepeated(const mx::array& a) {
-  return is(a, "Broadcast") ? a.inputs()[0] : a;
-}
-
-// The array that another one has in another shape, or the array itself.
-inline const mx::array& unshaped(const mx::array& a) {
-  return is(a, "Reshape") || is(a, "Flatten") || is(a, "Unflatten") ? unshaped(a.inputs()[0]) : a;
-}
-
-// The value of a scalar of a floating dtype, if it is there.
-std::optional<float> number(const mx::array& a);
 
 // A number in a kernel's source, to the bit.
 std::string literal(float value);
@@ -92,12 +75,6 @@ std::optional<mx::array> layer_norm(const mx::array& normed);
 
 // The gradients of a layer norm by its input, weight and bias, if these are they; something may be added to the first.
 std::optional<Arrays> layer_norm_vjp(const Arrays& gradients, const std::optional<mx::array>& added);
-
-// Whether row i of a mask of these positions shows the columns up to i + columns - rows.
-bool shows_causal(const mx::array& mask, int rows, int columns);
-
-// Whether a mask that is added to scores hides all but these.
-bool adds_causal(const mx::array& mask, int rows, int columns);
 
 // MLX's own attention in half precision, and its gradient, with such a mask: the same without one.
 class CausalAttention {
@@ -150,47 +127,26 @@ class Heads {
 };
 
 // Softmax along the last axis, attention in float32 and the gradients of both.
-class Softmax {
+class Softmax : public AttentionRule {
  public:
   explicit Softmax(const Heads& heads) : heads_(heads) {}
 
-  // The array that takes another one's place, whose inputs have been replaced already.
-  std::optional<mx::array> rewritten(const mx::array& a);
-
-  struct Attention {
-    mx::array probabilities, queries, keys, values;
-    mx::array scaled, keys_swapped, values_read; // by the products
-    float scale;
-    bool is_causal, is_few; // in positions
-    Arrays made; // the output, and what its gradient is computed from
-  };
-
  private:
-  // Scores of which row i sees the columns up to i + columns - rows, and the mask that says so.
-  struct Causal {
-    mx::array scores, mask;
-  };
-  struct Gradient {
-    mx::array probabilities, cotangent;
-  };
-  std::optional<mx::array> causal(const mx::array& softmax);
-  std::optional<mx::array> gradient(const mx::array& difference);
-  std::optional<mx::array> masked(const mx::array& product);
-  std::optional<mx::array> product(const mx::array& product);
-  std::optional<mx::array> attention(const mx::array& product);
-  const Arrays* backward(const Attention& attention, const mx::array& cotangent);
-  const Arrays& gradient_of(const Attention& attention, const mx::array& cotangent);
-  Arrays few(const Attention& attention, const std::optional<mx::array>& cotangent) const;
-  static Arrays tiles(const Attention& attention);
-  static Arrays tiles(const Attention& attention, const mx::array& cotangent);
+  const mx::array& original(const mx::array& a) const override;
+  std::optional<mx::array> probabilities(const mx::array& softmax, const Scores& scores) override;
+  std::optional<mx::array> gradient(const Gradient& gradient, const Scores& scores) override;
+  bool fits(const Attention& attention) const override;
+  Arrays forward(const Attention& attention) override;
+  Arrays backward(const Attention& attention, const mx::array& cotangent) override;
 
-  using Id = std::uintptr_t;
+  static bool is_few(const Attention& attention); // in positions
+  Arrays read(const Attention& attention) const;
+  Arrays few(const Attention& attention, const std::optional<mx::array>& cotangent) const;
+  static Kernel of_tiles(const Attention& attention, const char* name, const char* source);
+  Arrays tiles(const Attention& attention) const;
+  Arrays tiles(const Attention& attention, const mx::array& cotangent) const;
+
   const Heads& heads_;
-  std::unordered_map<Id, Causal> causal_; // by the probabilities
-  std::unordered_map<Id, Attention> attentions_; // by the probabilities
-  std::unordered_map<Id, Gradient> gradients_; // by the gradient of the scores
-  std::map<std::pair<Id, Id>, Arrays> backward_; // of queries, keys and values, by probabilities and cotangent
-  std::unordered_map<Id, std::pair<mx::array, float>> queries_; // their gradient, by that of what is scaled
 };
 
 } // namespace faststep::rules
