@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -25,7 +26,7 @@ namespace faststep {
 
 namespace {
 
-// Numbers of a block of scores, and its rows: both blocks of a gradient stay in a core's second cache.
+// The most numbers of a block of scores, and its rows: fewer numbers stay in a cache, but products of few rows take longer.
 constexpr int64_t block_numbers = 128 << 10, most_block_rows = 64, least_block_rows = 16;
 // Multiplications from which on threads share the work.
 constexpr int64_t shared_work = 1 << 21;
