@@ -28,6 +28,8 @@ namespace {
 
 // The most numbers of a block of scores, and its rows: fewer numbers stay in a cache, but products of few rows take longer.
 constexpr int64_t block_numbers = 128 << 10, most_block_rows = 64, least_block_rows = 16;
+// Scores of fewer bytes are left to MLX's operations: they stay in a cache, and what comes of them has MLX's bits.
+constexpr size_t least_score_bytes = 1 << 20;
 // Multiplications from which on threads share the work.
 constexpr int64_t shared_work = 1 << 21;
 
@@ -509,7 +511,7 @@ bool CpuAttention::fits(const Attention& attention) const {
   const auto& mask = attention.scores.mask;
   bool is_known = !mask || attention.scores.is_causal || mask->dtype() == mx::bool_ || mask->dtype() == mx::float32;
   return sgemm_ != nullptr && share_ != nullptr && can_attend() && are_same && is_known &&
-      attention.probabilities.primitive().stream().device == mx::Device::cpu;
+      attention.probabilities.nbytes() >= least_score_bytes && attention.probabilities.primitive().stream().device == mx::Device::cpu;
 }
 
 template <typename Kernel>

@@ -78,8 +78,8 @@ std::optional<mx::array> AttentionRule::difference(const mx::array& a) {
   if (!is_last || !is_known || cotangent.dtype() != p.dtype() || cotangent.shape() != p.shape()) {
     return std::nullopt;
   }
-  Gradient found{a, p, cotangent};
-  auto made = gradient(found, scores == scores_.end() ? Scores{p, std::nullopt} : scores->second);
+  Gradient found{a, p, cotangent, scores == scores_.end() ? Scores{p, std::nullopt} : scores->second};
+  auto made = gradient(found);
   if (scores != scores_.end()) {
     found.array = made.value_or(a);
     gradients_.emplace(found.array.id(), found);
@@ -96,7 +96,7 @@ std::optional<mx::array> AttentionRule::masked(const mx::array& a) {
     return std::nullopt;
   }
   auto gradient = found->second;
-  const auto& scores = scores_.at(gradient.probabilities.id());
+  const auto& scores = gradient.scores;
   bool is_same = scores.mask && scores.mask->dtype() == mx::bool_ &&
       known::unrepeated(known::input(cast, 0)).id() == known::unrepeated(*scores.mask).id();
   if (is_same && scores.is_causal) {
@@ -117,7 +117,7 @@ std::optional<mx::array> AttentionRule::multiple(const mx::array& a) {
   }
   if (auto found = gradients_.find(of->id()); found != gradients_.end() && !found->second.is_scaled) {
     auto gradient = found->second;
-    if (factor == known::without_factor(scores_.at(gradient.probabilities.id()).visible).second) {
+    if (factor == known::without_factor(gradient.scores.visible).second) {
       gradient.array = a;
       gradient.is_scaled = true;
       gradients_.emplace(a.id(), gradient);
@@ -158,6 +158,9 @@ std::optional<mx::array> AttentionRule::product(const mx::array& a) {
   }
   const auto* p = known::swapped_back(left);
   auto found = p ? attentions_.find(p->id()) : attentions_.end();
+  if (p && found == attentions_.end()) {
+    computed_.insert(p->id()); // for this product: the other gradients may as well read them
+  }
   bool fits = found != attentions_.end() && right.dtype() == mx::float32 && right.shape() == found->second.made[0].shape();
   return fits ? std::optional(gradients_of(found->second, right)[2]) : std::nullopt;
 }
@@ -168,7 +171,7 @@ const AttentionRule::Attention* AttentionRule::attention(const mx::array& p, con
   }
   const auto& scores = scores_.at(p.id());
   auto [product, scale_of_scores] = known::without_factor(scores.visible);
-  if (!known::is(*product, "Matmul") || product->shape() != p.shape() || values.ndim() != p.ndim()) {
+  if (computed_.contains(p.id()) || !known::is(*product, "Matmul") || product->shape() != p.shape() || values.ndim() != p.ndim()) {
     return nullptr;
   }
   const auto &scaled = known::input(*product, 0), &keys_swapped = known::input(*product, 1);

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -46,6 +47,7 @@ class AttentionRule {
   // Of scores; `is_scaled`: of their product before the scale, too.
   struct Gradient {
     mx::array array, probabilities, cotangent;
+    Scores scores;
     bool is_scaled = false;
   };
 
@@ -66,7 +68,7 @@ class AttentionRule {
 
   // A softmax, and the gradient of one, computed in another way.
   virtual std::optional<mx::array> probabilities(const mx::array& softmax, const Scores& scores) = 0;
-  virtual std::optional<mx::array> gradient(const Gradient&, const Scores&) {
+  virtual std::optional<mx::array> gradient(const Gradient&) {
     return std::nullopt;
   }
 
@@ -90,6 +92,7 @@ class AttentionRule {
   const Arrays& gradients_of(const Attention& attention, const mx::array& cotangent);
 
   std::unordered_map<Id, Scores> scores_; // by the probabilities
+  std::unordered_set<Id> computed_; // probabilities that operations read which stay as they are
   std::unordered_map<Id, Gradient> gradients_; // by themselves
   std::unordered_map<Id, Attention> attentions_; // by the probabilities
   std::map<std::pair<Id, Id>, Arrays> backward_; // by the output and its cotangent

@@ -134,7 +134,7 @@ class Softmax : public AttentionRule {
  private:
   const mx::array& original(const mx::array& a) const override;
   std::optional<mx::array> probabilities(const mx::array& softmax, const Scores& scores) override;
-  std::optional<mx::array> gradient(const Gradient& gradient, const Scores& scores) override;
+  std::optional<mx::array> gradient(const Gradient& gradient) override;
   bool fits(const Attention& attention) const override;
   Arrays forward(const Attention& attention) override;
   Arrays backward(const Attention& attention, const mx::array& cotangent) override;

@@ -97,12 +97,12 @@ std::optional<mx::array> Softmax::probabilities(const mx::array& softmax, const 
   return is_ours ? std::optional(by_row("causal_softmax", softmax_source, {scores.visible}, softmax.shape(-2))) : std::nullopt;
 }
 
-std::optional<mx::array> Softmax::gradient(const Gradient& gradient, const Scores& scores) {
+std::optional<mx::array> Softmax::gradient(const Gradient& gradient) {
   const auto& p = gradient.probabilities;
   if (!fits_registers(p)) {
     return std::nullopt;
   }
-  return by_row("softmax_vjp", gradient_source, {p, gradient.cotangent}, scores.is_causal ? p.shape(-2) : 0);
+  return by_row("softmax_vjp", gradient_source, {p, gradient.cotangent}, gradient.scores.is_causal ? p.shape(-2) : 0);
 }
 
 } // namespace faststep::rules
