@@ -30,10 +30,8 @@ namespace {
 constexpr int64_t block_numbers = 128 << 10, most_block_rows = 64, least_block_rows = 16;
 // Scores of fewer bytes are left to MLX's operations: they stay in a cache, and what comes of them has MLX's bits.
 constexpr size_t least_score_bytes = 1 << 20;
-// Multiplications from which on threads share the work.
-constexpr int64_t shared_work = 1 << 21;
 
-// What an attention computes, but for its arrays.
+// Settings of an attention kernel: all but its arrays.
 struct AttentionOptions {
   float scale;
   float hidden; // where a mask of bools shows nothing
@@ -43,9 +41,24 @@ struct AttentionOptions {
   bool operator==(const AttentionOptions&) const = default;
 };
 
+// Offsets of an array's matrices: one for each index of the axes before the last two.
+std::vector<int64_t> starts_of(const mx::array& a) {
+  std::vector<int64_t> starts{0};
+  for (int axis = 0; axis < static_cast<int>(a.ndim()) - 2; ++axis) {
+    std::vector<int64_t> next;
+    for (auto start : starts) {
+      for (int64_t i = 0; i < a.shape(axis); ++i) {
+        next.push_back(start + i * a.strides(axis));
+      }
+    }
+    starts = std::move(next);
+  }
+  return starts;
+}
+
 // Matrices of which BLAS reads each where it lies.
 struct Matrices {
-  Matrices(const mx::array& a, const std::vector<int64_t>& starts) : data(a.data<float>()), starts(starts) {
+  explicit Matrices(const mx::array& a) : data(a.data<float>()), starts(starts_of(a)) {
     is_transposed = !lies_by_rows(a);
     auto n = a.ndim();
     ld = static_cast<int>(is_transposed ? lead(a, n - 1, n - 2) : lead(a, n - 2, n - 1));
@@ -74,7 +87,7 @@ struct Matrices {
   int ld;
 
  private:
-  // Whether lines along `inner` lie number after number, one behind the other.
+  // Return true if a matrix is contiguous along `inner`, with a stride along `outer` that BLAS takes.
   static bool lies(const mx::array& a, size_t outer, size_t inner) {
     return (a.shape()[inner] == 1 || a.strides()[inner] == 1) &&
         (a.shape()[outer] == 1 || (a.strides()[outer] >= a.shape()[inner] && a.strides()[outer] <= INT32_MAX));
@@ -137,8 +150,8 @@ struct AttentionCall {
     return options.is_causal ? end + columns - rows : columns;
   }
 
-  int64_t work() const {
-    return count * rows * columns * (width + value_width);
+  float* normalizers_from(size_t at, int64_t row) const {
+    return normalizers + (static_cast<int64_t>(at) * rows + row) * 2;
   }
 };
 
@@ -214,11 +227,6 @@ FASTSTEP_AVX2 void gradient_row(const float* p, float* g, int64_t ld, float scal
   }
 }
 
-bool can_attend() {
-  static const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && is_exp_known();
-  return can;
-}
-
 #else
 
 int64_t padded(int64_t columns) {
@@ -236,10 +244,6 @@ float exponentials_of(float*, int64_t, float, float) {
 }
 
 void gradient_row(const float*, float*, int64_t, float) {}
-
-bool can_attend() {
-  return false; // as of softmax.cpp
-}
 
 #endif
 
@@ -275,7 +279,7 @@ void scores_of(const AttentionCall& call, size_t at, const Block& block, float* 
 void attend(const AttentionCall& call, size_t at, const Block& block) {
   auto* scores = room_for(block.rows * block.ld);
   scores_of(call, at, block, scores);
-  auto* normalizers = call.normalizers + (static_cast<int64_t>(at) * call.rows + block.first) * 2;
+  auto* normalizers = call.normalizers_from(at, block.first);
   for (int64_t row = 0; row < block.rows; ++row) {
     auto* line = scores + row * block.ld;
     auto largest = largest_of(line, block.ld);
@@ -307,7 +311,7 @@ void attend_back(const AttentionCall& call, size_t at) {
     scores_of(call, at, block, p);
     const auto *q = queries.from(at, block.first), *c = cotangent.from(at, block.first);
     call.sgemm(by_rows, cotangent.order(), values.order(true), m, n, value_width, 1, c, cotangent.ld, values.from(at, 0), values.ld, 0, g, ld);
-    const auto* normalizers = call.normalizers + (static_cast<int64_t>(at) * call.rows + block.first) * 2;
+    const auto* normalizers = call.normalizers_from(at, block.first);
     for (int64_t row = 0; row < block.rows; ++row) {
       auto *p_row = p + row * ld, *g_row = g + row * ld;
       exponentials_of(p_row, ld, normalizers[2 * row], normalizers[2 * row + 1]);
@@ -341,29 +345,8 @@ void run_backward(const AttentionCall& call, Share share) {
   share(call.count, chunk, &call);
 }
 
-void by_one(size_t count, void (*chunk)(const void*, size_t), const void* context) {
-  for (size_t at = 0; at < count; ++at) {
-    chunk(context, at);
-  }
-}
-
 mx::Shape heads_of(const mx::array& matrices) {
   return {matrices.shape().begin(), matrices.shape().end() - 2};
-}
-
-// Where each of an array's matrices begins.
-std::vector<int64_t> starts_of(const mx::array& a) {
-  std::vector<int64_t> starts{0};
-  for (int axis = 0; axis < static_cast<int>(a.ndim()) - 2; ++axis) {
-    std::vector<int64_t> next;
-    for (auto start : starts) {
-      for (int64_t i = 0; i < a.shape(axis); ++i) {
-        next.push_back(start + i * a.strides(axis));
-      }
-    }
-    starts = std::move(next);
-  }
-  return starts;
 }
 
 // Inputs: queries, keys swapped, values, the mask where there is one; for a gradient the cotangent and the normalizers behind them.
@@ -411,21 +394,18 @@ class AttentionKernel : public mx::Primitive {
   }
 
   void dispatch(std::shared_ptr<AttentionCall> call, void (*run)(const AttentionCall&, Share)) {
-    auto share = call->work() < shared_work ? by_one : share_;
-    mx::cpu::get_command_encoder(stream()).dispatch([call = std::move(call), run, share] { run(*call, share); });
+    mx::cpu::get_command_encoder(stream()).dispatch([call = std::move(call), run, share = share_] { run(*call, share); });
   }
 
  private:
   Matrices matrices_of(const mx::array& a) {
     if (!attention_copies(a)) {
-      return {a, starts_of(a)};
+      return Matrices(a);
     }
     mx::array copied(a.shape(), a.dtype(), nullptr, {});
-    copied.set_data(mx::allocator::malloc(copied.nbytes()));
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.add_temporary(copied);
-    encoder.dispatch([part = part_of(a), to = copied.data<char>()] { faststep::copy_all({part}, to, sizeof(float)); });
-    return {copied, starts_of(copied)};
+    copy_rows(a, copied, stream());
+    mx::cpu::get_command_encoder(stream()).add_temporary(copied);
+    return Matrices(copied);
   }
 
   AttentionOptions options_;
@@ -483,7 +463,7 @@ mx::Shape beside(const mx::Shape& heads, int rows, int columns) {
   return shape;
 }
 
-// The same as [heads, rows, columns].
+// Transpose [first, rows, others, columns] to [heads, rows, columns].
 mx::array by_heads(const mx::array& a) {
   if (a.ndim() < 4) {
     return a;
@@ -508,9 +488,7 @@ bool CpuAttention::fits(const Attention& attention) const {
   const auto &queries = attention.queries, &keys = attention.keys_swapped, &values = attention.values;
   auto heads = heads_of(queries);
   bool are_same = heads_of(keys) == heads && heads_of(values) == heads && values.shape(-2) == keys.shape(-1);
-  const auto& mask = attention.scores.mask;
-  bool is_known = !mask || attention.scores.is_causal || mask->dtype() == mx::bool_ || mask->dtype() == mx::float32;
-  return sgemm_ != nullptr && share_ != nullptr && can_attend() && are_same && is_known &&
+  return sgemm_ != nullptr && can_compute_exp() && are_same &&
       attention.probabilities.nbytes() >= least_score_bytes && attention.probabilities.primitive().stream().device == mx::Device::cpu;
 }
 

@@ -13,7 +13,7 @@ namespace faststep {
 
 class CpuAttention : public AttentionRule {
  public:
-  // `sgemm` and `share`, which has chunks of work done by several threads; null: nothing is found. `is_alone`: as of the rule.
+  // `sgemm` may be null: nothing is found then. `is_alone`: as of the rule.
   CpuAttention(Sgemm sgemm, Share share, std::function<bool(const mx::array&)> is_alone)
       : sgemm_(sgemm), share_(share), is_alone_(std::move(is_alone)) {}
 
@@ -38,7 +38,7 @@ class CpuAttention : public AttentionRule {
   std::function<bool(const mx::array&)> is_alone_;
 };
 
-// Whether attention copies one of its first inputs, since BLAS cannot read it where it lies.
+// Return true if the attention kernel has to copy these matrices, since BLAS cannot read them with these strides.
 bool attention_copies(const mx::array& matrices);
 
 } // namespace faststep

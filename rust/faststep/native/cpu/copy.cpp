@@ -6,6 +6,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "mlx/backend/cpu/encoder.h"
+
 namespace faststep {
 
 namespace {
@@ -182,6 +184,12 @@ std::vector<Part> parts_of(const std::vector<mx::array>& arrays) {
   parts.reserve(arrays.size());
   std::transform(arrays.begin(), arrays.end(), std::back_inserter(parts), part_of);
   return parts;
+}
+
+void copy_rows(const mx::array& in, mx::array& out, mx::Stream stream) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  mx::cpu::get_command_encoder(stream).dispatch(
+      [part = part_of(in), to = out.data<char>(), itemsize = out.itemsize()] { copy_all({part}, to, itemsize); });
 }
 
 } // namespace faststep

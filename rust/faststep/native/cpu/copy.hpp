@@ -25,6 +25,9 @@ std::vector<Part> parts_of(const std::vector<mx::array>& arrays);
 // Copy parts one after the other, each row after row.
 void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize);
 
+// Have the stream's worker copy an array, row after row, into new memory of another one.
+void copy_rows(const mx::array& in, mx::array& out, mx::Stream stream);
+
 // Rows of an array that begin at an axis.
 struct RowsFrom {
   size_t axis;

@@ -64,6 +64,22 @@ inline bool is_exp_known() {
   return has_bits_of<exp_of>(of_mlx, numbers);
 }
 
+// Return true if exponentials here have MLX's bits on this processor.
+inline bool can_compute_exp() {
+  static const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && is_exp_known();
+  return can;
+}
+
+} // namespace faststep
+
+#else
+
+namespace faststep {
+
+inline bool can_compute_exp() {
+  return false; // elsewhere a product and a sum are one instruction of MLX's own loop
+}
+
 } // namespace faststep
 
 #endif

@@ -85,31 +85,16 @@ void log_sum_exp(const float* in, float* out, size_t rows, int count) {
   }
 }
 
-bool can_compute() {
-  static const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && is_exp_known();
-  return can;
-}
-
 #else
 
 void softmax(const float*, float*, size_t, int) {}
 
 void log_sum_exp(const float*, float*, size_t, int) {}
 
-bool can_compute() {
-  return false; // elsewhere a product and a sum are one instruction of MLX's own loop
-}
-
 #endif
 
 bool has_rows(const mx::array& x) {
   return x.flags().contiguous && x.strides().back() == 1;
-}
-
-void copy_rows(const mx::array& in, mx::array& out, mx::Stream stream) {
-  out.set_data(mx::allocator::malloc(in.nbytes()));
-  mx::cpu::get_command_encoder(stream).dispatch(
-      [part = part_of(in), to = out.data<char>()] { faststep::copy_all({part}, to, sizeof(float)); });
 }
 
 class Softmax : public OnCpu {
@@ -189,7 +174,7 @@ std::optional<mx::array> softmax_of(const mx::array& a) {
   std::string_view name = a.primitive().name();
   bool fits = a.dtype() == mx::float32 && a.inputs().size() == 1 && a.inputs()[0].dtype() == mx::float32 &&
       a.inputs()[0].ndim() > 0 && a.inputs()[0].size() > 0 && a.primitive().stream().device == mx::Device::cpu;
-  if (!fits || (name != "Softmax" && name != "LogSumExp") || !can_compute()) {
+  if (!fits || (name != "Softmax" && name != "LogSumExp") || !can_compute_exp()) {
     return std::nullopt;
   }
   auto stream = a.primitive().stream();

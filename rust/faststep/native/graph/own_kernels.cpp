@@ -46,7 +46,7 @@ class OwnKernels : public faststep::Rewrite {
     return {*made};
   }
 
-  // Whether these alone use an array, themselves or behind what passes it on.
+  // Return true if all users of an array are of this kind, themselves or behind an operation that only passes it on.
   template <typename Are>
   bool use(const mx::array& original, Are are) const {
     auto [count, all] = users(original);
@@ -67,7 +67,7 @@ class OwnKernels : public faststep::Rewrite {
     return true;
   }
 
-  // Whether nothing but an attention and its gradient uses a softmax, and the gradient of what it is taken of.
+  // Return true if only an attention and its gradient use a softmax, and the gradient of its input.
   bool is_alone(const mx::array& softmax) const {
     using faststep::known::is;
     auto multiplies = [](const mx::array& a) { return is(a, "Matmul") || is(a, "Transpose"); };

@@ -26,7 +26,7 @@ class AttentionRule {
   std::optional<mx::array> rewritten(const mx::array& a);
 
  protected:
-  // What a softmax is taken of.
+  // Input of a softmax.
   struct Scores {
     mx::array visible; // before the mask
     std::optional<mx::array> mask; // of bools that show a score, or of numbers that are added
@@ -56,12 +56,12 @@ class AttentionRule {
     return a;
   }
 
-  // Whether masks are read that are not causal.
+  // Return true if the kernels take masks other than causal ones.
   virtual bool reads_masks() const {
     return false;
   }
 
-  // Whether nothing but an attention and its gradient uses the probabilities and the gradient of the scores.
+  // Return true if only an attention and its gradient use a softmax, and the gradient of its input.
   virtual bool is_alone(const mx::array&) const {
     return true;
   }

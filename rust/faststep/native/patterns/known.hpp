@@ -1,4 +1,4 @@
-// What operations of a lazy graph are, by the names and states of their primitives.
+// Queries about operations of a lazy graph, by the names and states of their primitives.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ inline bool is(const mx::array& a, std::string_view primitive) {
   return a.has_primitive() && a.primitive().name() == primitive;
 }
 
-// Whether an operation passes its first inputs on, as many as it has outputs, and does no more than to set an order.
+// Return true if an operation only orders others: its outputs are its first inputs.
 inline bool passes_on(const mx::array& a) {
   return is(a, "Pace") || is(a, "Wait") || is(a, "Depends");
 }
