@@ -11,6 +11,8 @@ import pytest
 from support.places import Child
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere MLX's own BLAS is fast")
+CPU = Path("/proc/cpuinfo")
+FLAGS = set(CPU.read_text().split()) if CPU.exists() else set()  # of the processor
 
 ORDERS = {
     "mlx first": "import mlx.core as mx, faststep",
@@ -137,10 +139,38 @@ for m, n, k in [*few, (129, 96, 96), (3, 31, 40000)]:
 """
 
 
-@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX-512, or all are OpenBLAS's")
+@pytest.mark.skipif("avx512f" not in FLAGS, reason="needs AVX-512, or all are OpenBLAS's")
 @pytest.mark.parametrize("threads", ["1", ""])
 def test_products_of_few_rows_have_the_bits_of_openblas(child: Child, threads: str) -> None:
     child(FEW_ROWS, FASTSTEP_BLAS="1", OPENBLAS_CORETYPE="SKYLAKEX", OPENBLAS_NUM_THREADS=threads, OMP_NUM_THREADS="")
+
+
+# Small products of float32: their transposes have the same bits, and all are as near to float64 as their terms allow.
+SMALL = """
+import itertools, numpy as np, mlx.core as mx, faststep
+mx.set_default_device(mx.cpu)
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+laid = lambda a, turned: mx.array(a.T).T if turned else mx.array(a)
+bits = lambda a: np.array(a).tobytes()
+shapes = list(itertools.product((2, 6, 7, 8, 13, 16, 17), (2, 8, 9, 16, 17, 25, 64, 101), (1, 7, 8, 33, 600)))
+for m, n, k in [*shapes, (64, 128, 128), (3, 300, 1024)]:
+    a, b, c = normal(m, k), normal(k, n), normal(m, n)
+    exact, limit = a.astype(float) @ b, np.abs(a).astype(float) @ np.abs(b) * (k + 1) * 2.0**-24
+    for ways in itertools.product((False, True), repeat=2):
+        x, y = laid(a, ways[0]), laid(b, ways[1])
+        product = x @ y
+        assert (np.abs(np.array(product) - exact) <= limit).all(), (m, n, k, ways)
+        assert bits((y.T @ x.T).T) == bits(product), (m, n, k, ways)
+        assert bits(mx.addmm(mx.array(c), x, y)) == (c + np.array(product)).tobytes(), (m, n, k, ways)
+"""
+
+
+@pytest.mark.skipif(
+    "avx512f" in FLAGS or not {"avx2", "fma"} <= FLAGS, reason="OpenBLAS computes them on this processor"
+)
+def test_small_products_have_the_bits_of_their_transposes(child: Child) -> None:
+    child(SMALL, FASTSTEP_BLAS="1")
 
 
 @pytest.mark.parametrize("variable", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])

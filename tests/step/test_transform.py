@@ -30,8 +30,8 @@ def masked(model: nn.Module, gradients: Tree) -> Tree:
 
 
 def noisy(model: nn.Module, gradients: Tree) -> Tree:
-    """Add noise."""
-    return tree_map(lambda gradient: gradient + 0.01 * mx.random.normal(gradient.shape), gradients)
+    """Scale by chance; noise that is added may leave a last bit, which Adam makes as large as any gradient."""
+    return tree_map(lambda gradient: gradient * (1 + 0.1 * mx.random.normal(gradient.shape)), gradients)
 
 
 def centred(model: nn.Module, gradients: Tree) -> Tree:

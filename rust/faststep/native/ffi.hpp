@@ -72,7 +72,7 @@ struct Convolution {
 };
 
 // A product of float32, c = a b or c + a b, of matrices that lie row after row, each so many numbers apart, or a^T, or b^T.
-struct FewRows {
+struct MatrixProduct {
   size_t m, n, k;
   const float* a;
   size_t lda, a_turned;
@@ -246,7 +246,11 @@ int faststep_own_kernels(
     faststep::Share share,
     void** rewritten);
 // Compute a product of few rows; false, and nothing is done, where this processor has no instructions for it.
-bool faststep_few_rows(const faststep::FewRows* product) noexcept;
+bool faststep_few_rows(const faststep::MatrixProduct* product) noexcept;
+// Whether a product of so many rows, columns and terms is a small one, and its transpose too, on a processor with a kernel for them.
+bool faststep_is_small_product(size_t m, size_t n, size_t k) noexcept;
+// Compute a small product; false, and nothing is done, where it is none.
+bool faststep_small_product(const faststep::MatrixProduct* product) noexcept;
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.
 int faststep_sum_slices(const void* const* arrays, size_t count, void** summed);
 // A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which

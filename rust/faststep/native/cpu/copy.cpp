@@ -104,10 +104,10 @@ T* copy(const T* from, const Part& part, size_t axis, T* to) {
 template <typename T>
 void copy_all(const std::vector<Part>& parts, char* to) {
   for (const auto& part : parts) {
-    if (part.contiguous) {
-      std::memcpy(to, part.data, part.bytes);
-    } else {
+    if (!part.contiguous) {
       copy(reinterpret_cast<const T*>(part.data), part, 0, reinterpret_cast<T*>(to));
+    } else if (part.data != to) {
+      std::memcpy(to, part.data, part.bytes);
     }
     to += part.bytes;
   }

@@ -22,7 +22,7 @@ struct Part {
 Part part_of(const mx::array& array);
 std::vector<Part> parts_of(const std::vector<mx::array>& arrays);
 
-// Copy parts one after the other, each row after row.
+// Copy parts one after the other, each row after row; one that lies there already stays.
 void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize);
 
 // Have the stream's worker copy an array, row after row, into new memory of another one.

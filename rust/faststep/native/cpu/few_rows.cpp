@@ -150,7 +150,7 @@ size_t depth_of(size_t left) {
   return left >= 2 * most_depth ? most_depth : left > most_depth ? (left / 2 + lanes - 1) / lanes * lanes : left;
 }
 
-void few_rows(const FewRows& it) {
+void few_rows(const MatrixProduct& it) {
   thread_local std::unique_ptr<Panel> room(new Panel);
   auto row = it.a_turned != 0 ? 1 : it.lda, step = it.a_turned != 0 ? it.lda : 1;
   for (size_t from = 0, depth = 0; from < it.k; from += depth) {
@@ -182,7 +182,7 @@ void few_rows(const FewRows& it) {
 
 } // namespace faststep
 
-bool faststep_few_rows(const faststep::FewRows* product) noexcept {
+bool faststep_few_rows(const faststep::MatrixProduct* product) noexcept {
   static const bool can = __builtin_cpu_supports("avx512f");
   if (can) {
     faststep::few_rows(*product);
@@ -192,7 +192,7 @@ bool faststep_few_rows(const faststep::FewRows* product) noexcept {
 
 #else
 
-bool faststep_few_rows(const faststep::FewRows*) noexcept {
+bool faststep_few_rows(const faststep::MatrixProduct*) noexcept {
   return false;
 }
 

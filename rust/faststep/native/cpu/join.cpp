@@ -1,5 +1,6 @@
 // Tensors of a buffer, joined by one task of the CPU. MLX's concatenate hands the worker a task for each tensor, which costs
-// a microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it).
+// a microsecond or more: of small tensors, more than to copy them (benches/overhead.rs shows it). In a captured step tensors may be made
+// where they are joined.
 #include <cstddef>
 #include <memory>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include "cpu/on_cpu.hpp"
 #include "cpu/pace.hpp"
 #include "cpu/replay/task.hpp"
+#include "graph/graph.hpp"
 #include "status.hpp"
 
 namespace mx = mlx::core;
@@ -119,7 +121,14 @@ int faststep_join(const void* const* parts, size_t count, void** out) {
     }
     auto dtype = inputs[0].dtype();
     auto stream = mx::default_stream(mx::Device::cpu);
-    *out = faststep::owned(mx::array(std::move(shape), dtype, std::make_shared<Join>(stream), std::move(inputs)));
+    std::vector<faststep::Place> places;
+    size_t offset = 0;
+    for (size_t i = 0; i < count; offset += inputs[i++].nbytes()) {
+      places.push_back({i, offset});
+    }
+    mx::array joined(std::move(shape), dtype, std::make_shared<Join>(stream), std::move(inputs));
+    faststep::may_lie_within(joined, std::move(places));
+    *out = faststep::owned(std::move(joined));
     return done;
   });
 }

@@ -12,6 +12,7 @@
 #include "mlx/primitives.h"
 #include "cpu/copy.hpp"
 #include "cpu/on_cpu.hpp"
+#include "cpu/row_sums.hpp"
 #include "status.hpp"
 
 namespace mx = mlx::core;
@@ -22,9 +23,6 @@ using faststep::Part;
 using faststep::part_of;
 
 namespace {
-
-// So many sums are added up beside each other: one alone waits for itself at each number.
-constexpr size_t beside = 8;
 
 // The numbers of a part, row after row: copied where they do not lie so.
 const float* numbers_of(const Part& part, std::vector<char>& copied) {
@@ -40,27 +38,9 @@ float reciprocal(size_t size) {
   return static_cast<float>(1.0 / static_cast<double>(size));
 }
 
-// Of so many rows the sums of their squares, with `eps` added to each square.
-template <size_t rows>
-void sums_of_rows(const float* x, size_t size, float eps, float* sums) {
-  float so_far[rows] = {};
-  for (size_t i = 0; i < size; ++i) {
-    for (size_t row = 0; row < rows; ++row) {
-      auto number = x[row * size + i];
-      so_far[row] += number * number + eps;
-    }
-  }
-  std::copy_n(so_far, rows, sums);
-}
-
+// Of rows, with `eps` added to each square.
 void means_of_rows(const float* x, size_t rows, size_t size, float eps, float* means) {
-  size_t row = 0;
-  for (; row + beside <= rows; row += beside) {
-    sums_of_rows<beside>(x + row * size, size, eps, means + row);
-  }
-  for (; row < rows; ++row) {
-    sums_of_rows<1>(x + row * size, size, eps, means + row);
-  }
+  faststep::sums_of_rows(x, rows, size, means, [eps](float number) { return number * number + eps; });
   std::transform(means, means + rows, means, [by = reciprocal(size)](float sum) { return sum * by; });
 }
 
@@ -75,8 +55,8 @@ void add_to_columns(const float* __restrict__ x, size_t rows, size_t size, float
 // Of a matrix, which is read once: a few rows stay in the cache.
 void means_of_both(const float* x, size_t rows, size_t columns, float eps, float* of_rows, float* of_columns) {
   std::fill_n(of_columns, columns, 0.0f);
-  for (size_t row = 0; row < rows; row += beside) {
-    auto few = std::min(beside, rows - row);
+  for (size_t row = 0; row < rows; row += faststep::sums_beside) {
+    auto few = std::min(faststep::sums_beside, rows - row);
     add_to_columns(x + row * columns, few, columns, eps, of_columns);
     means_of_rows(x + row * columns, few, columns, eps, of_rows + row);
   }

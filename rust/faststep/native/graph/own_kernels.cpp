@@ -7,6 +7,7 @@
 #include "cpu/attention.hpp"
 #include "cpu/convolution.hpp"
 #include "cpu/copied.hpp"
+#include "cpu/row_sums.hpp"
 #include "cpu/softmax.hpp"
 #include "patterns/known.hpp"
 #include "graph/rewrite.hpp"
@@ -31,6 +32,9 @@ class OwnKernels : public faststep::Rewrite {
     auto made = attention_.rewritten(a);
     if (!made) {
       made = faststep::softmax_of(a);
+    }
+    if (!made) {
+      made = faststep::row_sums_of(a);
     }
     if (!made) {
       made = faststep::convolution_of(a, convolve_);

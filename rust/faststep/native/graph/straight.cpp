@@ -9,6 +9,7 @@
 
 #include "mlx/mlx.h"
 #include "cpu/turned.hpp"
+#include "ffi.hpp"
 #include "graph/transposed.hpp"
 #include "status.hpp"
 
@@ -61,7 +62,8 @@ std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sg
   if (factors[0].ndim() != 2 || factors[1].ndim() != 2) {
     return std::nullopt;
   }
-  if (a.dtype() != mx::float32 || turns_exactly()) {
+  bool is_small = sgemm && faststep_is_small_product(a.shape(0), a.shape(1), factors[0].shape(1));
+  if (a.dtype() != mx::float32 || is_small || turns_exactly()) {
     return mx::matmul(turned(factors[1]), turned(factors[0]));
   }
   bool empty = a.size() == 0 || factors[0].size() == 0;

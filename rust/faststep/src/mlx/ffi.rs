@@ -77,7 +77,7 @@ pub(crate) struct Convolution {
 
 /// A product of float32, c = a b or c + a b, of matrices that lie row after row, each so many numbers apart, or a^T, or b^T.
 #[repr(C)]
-pub(crate) struct FewRows {
+pub(crate) struct MatrixProduct {
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -266,7 +266,9 @@ extern "C" {
         share: extern "C" fn(usize, Chunk, *const c_void),
         rewritten: *mut New,
     ) -> c_int;
-    pub(crate) fn faststep_few_rows(product: *const FewRows) -> bool;
+    pub(crate) fn faststep_few_rows(product: *const MatrixProduct) -> bool;
+    pub(crate) fn faststep_is_small_product(m: usize, n: usize, k: usize) -> bool;
+    pub(crate) fn faststep_small_product(product: *const MatrixProduct) -> bool;
     pub(crate) fn faststep_sum_slices(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;
     pub(crate) fn faststep_order(gradients: Handles, count: usize) -> c_int;

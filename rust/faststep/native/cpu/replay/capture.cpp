@@ -10,6 +10,7 @@
 
 #include "cpu/float_mode.hpp"
 #include "exchanges.hpp"
+#include "graph/graph.hpp"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/scheduler.h"
@@ -174,7 +175,7 @@ void Capture::evaluate(
   array.primitive().eval_cpu(array.inputs(), outputs);
   for (auto made = known; made < allocations.buffers().size(); ++made) {
     if (!allocations.is_home(made)) {
-      hazards_.take(allocations.memory(made), sizeof(size_t) + allocations.buffers()[made].bytes);
+      hazards_.take(allocations.memory(made), allocations.room(made));
     }
   }
   auto temporaries = std::exchange(mx::cpu::get_command_encoder(stream_).temporaries(), {});
@@ -187,6 +188,11 @@ void Capture::evaluate(
     for (const auto& in : array.inputs()) {
       last_reads_[memory_of(in)] = number;
       kernel.inputs.push_back({memory_of(in), in.size() == outputs[0].size() && is_whole(in)});
+    }
+    for (auto [input, offset] : may_lie_within(array.primitive())) {
+      if (const auto& in = array.inputs()[input]; is_whole(in) && is_whole(outputs[0])) {
+        parts_.push_back({memory_of(in), memory_of(outputs[0]), in.nbytes(), offset, number});
+      }
     }
     if (name.starts_with("Compiled")) {
       kernels_.emplace(number, std::move(kernel));
@@ -233,9 +239,7 @@ std::vector<Capture::Home> Capture::homes(const Allocations& allocations) const 
 
 bool Capture::may_be_written(size_t i, size_t evaluation) const {
   const auto* memory = memory_of(graph_.into[i]);
-  auto is_there = [memory](const mx::array& array) { return memory_of(array) == memory; };
-  if (std::any_of(graph_.from.begin(), graph_.from.end(), is_there) ||
-      std::any_of(graph_.results.begin(), graph_.results.end(), is_there)) {
+  if (is_given(memory)) {
     return false;
   }
   auto last = last_reads_.find(memory);
@@ -248,6 +252,29 @@ bool Capture::may_be_written(size_t i, size_t evaluation) const {
   }
   const auto& inputs = kernel->second.inputs;
   return std::all_of(inputs.begin(), inputs.end(), [memory](const Kernel::Input& in) { return in.memory != memory || in.by_element; });
+}
+
+// Whether results, or values of static arrays, are there.
+bool Capture::is_given(const void* memory) const {
+  auto is_there = [memory](const mx::array& array) { return memory_of(array) == memory; };
+  return std::any_of(graph_.from.begin(), graph_.from.end(), is_there) ||
+      std::any_of(graph_.results.begin(), graph_.results.end(), is_there);
+}
+
+// Buffers that are made where others will be.
+std::vector<replay::Within> Capture::within(const Allocations& allocations, const replay::Sizes& sizes) const {
+  std::vector<replay::Within> within;
+  std::unordered_set<size_t> known;
+  for (const auto& part : parts_) {
+    auto buffer = allocations.find(part.memory), other = allocations.find(part.other);
+    bool are_placed = buffer != Allocations::never && other != Allocations::never && sizes[buffer] > 0 && sizes[other] > 0;
+    bool fits = are_placed && allocations.buffers()[buffer].bytes == part.bytes &&
+        part.offset + part.bytes <= allocations.buffers()[other].bytes;
+    if (fits && last_reads_.at(part.memory) == part.evaluation && !is_given(part.memory) && known.insert(buffer).second) {
+      within.push_back({buffer, other, part.offset});
+    }
+  }
+  return within;
 }
 
 // Gives `records` the memory for what this pass has allocated.
@@ -287,7 +314,17 @@ void Capture::plan(
       sizes[i] = room(buffers[i]);
     }
   }
-  auto plan = replay::plan(operations(allocations), sizes, {}, records.threads_ > 1 ? factor : 1);
+  auto most = records.threads_ > 1 ? factor : 1;
+  auto plan = replay::plan(operations(allocations), sizes, {}, most);
+  if (auto parts = within(allocations, sizes); !parts.empty()) { // what they are parts of takes memory from the first of them on
+    auto other = replay::plan(operations(allocations), sizes, parts, most);
+    if (other.bytes <= plan.bytes) {
+      plan = std::move(other);
+      for (const auto& part : parts) {
+        places[part.buffer].is_part = true;
+      }
+    }
+  }
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (sizes[i] > 0) {
       places[i].offset = fixed + plan.offsets[i];

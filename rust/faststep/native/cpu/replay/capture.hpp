@@ -54,14 +54,21 @@ class Capture : public Recorded {
   struct Use {
     std::vector<const void*> reads, writes;
   };
+  // Memory that may lie in other memory, so many bytes behind its beginning, where the evaluation of that one is the last to read it.
+  struct Part {
+    const void *memory, *other;
+    size_t bytes, offset, evaluation;
+  };
 
   // The inputs of evaluations that are `held` lend their memory to no output; without a set, of none.
   void go_through(Allocations& allocations, const std::unordered_set<size_t>* held);
   void evaluate(mx::array array, size_t number, bool holds, const Allocations& allocations, Recording& recording);
   void add_unit(size_t end, Use use);
   std::vector<replay::Operation> operations(const Allocations& allocations) const;
+  std::vector<replay::Within> within(const Allocations& allocations, const replay::Sizes& sizes) const;
   std::vector<Home> homes(const Allocations& allocations) const;
   bool may_be_written(size_t i, size_t evaluation) const;
+  bool is_given(const void* memory) const;
   void plan(
       const Allocations& allocations,
       std::vector<Home>& homes,
@@ -86,6 +93,7 @@ class Capture : public Recorded {
   // of a pass
   replay::Hazards hazards_;
   std::vector<Use> uses_; // by unit
+  std::vector<Part> parts_;
   std::unordered_map<const void*, size_t> last_reads_; // by memory: the last evaluation that reads it
   std::unordered_map<size_t, Kernel> kernels_; // by evaluation
 };

@@ -303,12 +303,12 @@ mx::allocator::Buffer Allocations::take(size_t bytes) {
     if (number >= places_.size() || places_[number].bytes != bytes) {
       throw Refused("a step that takes other memory when it is gone through again");
     }
-    const auto& [size, offset, home] = places_[number];
-    if (home != nullptr) {
-      data = const_cast<char*>(home->data<char>());
+    const auto& place = places_[number];
+    if (place.home != nullptr) {
+      data = const_cast<char*>(place.home->data<char>());
       registry().lend(data - sizeof(size_t));
     } else {
-      data = regions_[0]->begin() + offset + alignment;
+      data = regions_[0]->begin() + place.offset + alignment;
     }
   }
   if (!is_home(number)) {

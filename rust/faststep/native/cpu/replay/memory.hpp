@@ -40,6 +40,7 @@ class Allocations {
     size_t bytes = 0;
     size_t offset = 0; // in the block
     const mx::array* home = nullptr; // or the static array whose memory it is
+    bool is_part = false; // of another buffer
   };
   static constexpr size_t never = ~size_t{0};
 
@@ -82,6 +83,11 @@ class Allocations {
   // Return whether a buffer lies in the memory of a static array.
   bool is_home(size_t number) const {
     return !learns_ && places_[number].home != nullptr;
+  }
+  // The bytes from `memory` on that nobody but the buffer uses: a part of another one begins behind the word before its data.
+  size_t room(size_t number) const {
+    bool is_part = !learns_ && places_[number].is_part;
+    return buffers_[number].bytes + (is_part ? 0 : sizeof(size_t));
   }
   // Finds the constants; for a pass that learns, when it is done.
   void find_constants();

@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use crate::mlx::{
     cblas::{Gemm, BY_ROWS, PLAIN, TRANSPOSED},
-    ffi::{faststep_few_rows, FewRows},
+    ffi::{faststep_few_rows, MatrixProduct},
 };
 
 /// The most rows: of 128, whose numbers are read again for each 32 columns, OpenBLAS makes better use of the caches.
@@ -28,14 +28,14 @@ const COMPARED: [[usize; 3]; 3] = [[9, 110, 1030], [17, 70, 900], [3, 700, 500]]
 /// Compute a product; false, and nothing is done, where it is left to OpenBLAS.
 ///
 /// # Safety
-/// As for [`FewRows`]; `function` is OpenBLAS's product.
-pub unsafe fn multiply(product: &FewRows, function: Gemm<f32, f32>) -> bool {
+/// As for [`MatrixProduct`]; `function` is OpenBLAS's product.
+pub unsafe fn multiply(product: &MatrixProduct, function: Gemm<f32, f32>) -> bool {
     // SAFETY: as the caller says.
     fits(product) && are_equal(function) && unsafe { faststep_few_rows(product) }
 }
 
-fn fits(product: &FewRows) -> bool {
-    let FewRows { m, n, k, .. } = *product;
+fn fits(product: &MatrixProduct) -> bool {
+    let MatrixProduct { m, n, k, .. } = *product;
     (2..=MOST_ROWS).contains(&m) && n >= LEAST_COLUMNS && m * n * k > SMALL
 }
 
@@ -55,7 +55,7 @@ fn is_equal([m, n, k]: [usize; 3], turned: bool, adds: bool, function: Gemm<f32,
     let (a, b, c) = (numbers(m * k), numbers(k * n), numbers(m * n));
     let (mut ours, mut theirs) = (c.clone(), c);
     let ldb = if turned { k } else { n };
-    let product = FewRows {
+    let product = MatrixProduct {
         m,
         n,
         k,

@@ -1,4 +1,5 @@
-//! OpenBLAS's matrix products by one thread each, large ones in chunks by several, those of few rows without it ([`few_rows`]).
+//! OpenBLAS's matrix products by one thread each, large ones in chunks by several, those of few rows ([`few_rows`]) and, without
+//! AVX-512, small ones (`native/cpu/small_product.cpp`) without it.
 //!
 //! OpenBLAS's own threads wait for each other in loops that keep the processor: on a machine that is busy with anything
 //! else, a product by two of them takes many times as long as by one. Here a large product is cut into chunks, each a
@@ -35,7 +36,7 @@ use super::{
 };
 use crate::mlx::{
     cblas::{Gemm, BY_COLUMNS, BY_ROWS, PLAIN, TRANSPOSED},
-    ffi::FewRows,
+    ffi::{faststep_is_small_product, faststep_small_product, MatrixProduct},
     rebind::Function,
 };
 
@@ -209,7 +210,7 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
 }
 
 #[allow(clippy::float_cmp)] // these numbers themselves
-fn of_few_rows(product: &Product<f32, f32>) -> bool {
+fn without_openblas(product: &Product<f32, f32>) -> bool {
     let is_known = product.order == BY_ROWS
         && product.alpha == 1.0
         && (product.beta == 0.0 || product.beta == 1.0);
@@ -220,7 +221,7 @@ fn of_few_rows(product: &Product<f32, f32>) -> bool {
     let [a_turned, b_turned] = product
         .transposed
         .map(|way| usize::from(TRANSPOSED.contains(&way)));
-    let own = FewRows {
+    let own = MatrixProduct {
         m,
         n,
         k,
@@ -235,7 +236,7 @@ fn of_few_rows(product: &Product<f32, f32>) -> bool {
         adds: usize::from(product.beta == 1.0),
     };
     // SAFETY: the matrices are those that the caller of the product has given.
-    unsafe { few_rows::multiply(&own, product.function) }
+    unsafe { faststep_small_product(&raw const own) || few_rows::multiply(&own, product.function) }
 }
 
 fn size_of_blas(size: c_int) -> usize {
@@ -331,7 +332,7 @@ macro_rules! product {
     };
 }
 
-product!(sgemm, SGEMM, f32, f32, of_few_rows);
+product!(sgemm, SGEMM, f32, f32, without_openblas);
 product!(dgemm, DGEMM, f64, f64, |_| false);
 product!(cgemm, CGEMM, [f32; 2], *const [f32; 2], |_| false);
 
@@ -352,20 +353,33 @@ pub fn of_mlx() -> Option<Gemm<f32, f32>> {
     bound().map(|_| sgemm as Gemm<f32, f32>)
 }
 
-/// OpenBLAS's product of float32 by one thread.
+/// OpenBLAS's product of float32 by one thread, or, where that is said, what libmlx has in its place.
 #[derive(Clone, Copy)]
-pub struct Sgemm(Gemm<f32, f32>);
+pub struct Sgemm {
+    function: Gemm<f32, f32>,
+    own: fn(&Product<f32, f32>) -> bool,
+}
 
 /// It, where libmlx is bound to OpenBLAS.
 pub fn bound() -> Option<Sgemm> {
     let function = Function::new(SGEMM.load(Ordering::Acquire))?;
     // SAFETY: `replace` has put that function there.
-    Some(Sgemm(unsafe {
-        mem::transmute::<Function, Gemm<f32, f32>>(function)
-    }))
+    let function = unsafe { mem::transmute::<Function, Gemm<f32, f32>>(function) };
+    Some(Sgemm {
+        function,
+        own: |_| false,
+    })
 }
 
 impl Sgemm {
+    /// For chunks of rows of a product of that shape, m x n by k terms: with the bits that libmlx gets for the whole of it.
+    pub fn for_chunks_of(self, [m, n, k]: [usize; 3]) -> Self {
+        // SAFETY: no conditions.
+        let is_small = unsafe { faststep_is_small_product(m, n, k) };
+        let own = if is_small { without_openblas } else { self.own };
+        Self { own, ..self }
+    }
+
     /// c = a b + beta c, or of a^T or b^T where `transposed`, of matrices that lie row after row: m x k, k x n, m x n, each
     /// with how many numbers a row is from the next.
     ///
@@ -381,24 +395,22 @@ impl Sgemm {
         c: (*mut f32, usize),
     ) {
         let int = |size| c_int::try_from(size).unwrap_or(0);
-        let [m, n, k] = shape.map(int);
-        let [ta, tb] = transposed.map(|is| if is { TRANSPOSED[0] } else { PLAIN });
-        (self.0)(
-            BY_ROWS,
-            ta,
-            tb,
-            m,
-            n,
-            k,
-            1.0,
-            a.0,
-            int(a.1),
-            b.0,
-            int(b.1),
+        let product = Product {
+            function: self.function,
+            own: self.own,
+            order: BY_ROWS,
+            transposed: transposed.map(|is| if is { TRANSPOSED[0] } else { PLAIN }),
+            shape: shape.map(int),
+            alpha: 1.0,
+            a: a.0,
+            lda: int(a.1),
+            b: b.0,
+            ldb: int(b.1),
             beta,
-            c.0,
-            int(c.1),
-        );
+            c: c.0,
+            ldc: int(c.1),
+        };
+        product.whole();
     }
 }
 
