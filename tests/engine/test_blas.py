@@ -145,24 +145,26 @@ def test_products_of_few_rows_have_the_bits_of_openblas(child: Child, threads: s
     child(FEW_ROWS, FASTSTEP_BLAS="1", OPENBLAS_CORETYPE="SKYLAKEX", OPENBLAS_NUM_THREADS=threads, OMP_NUM_THREADS="")
 
 
-# Small products of float32: their transposes have the same bits, and all are as near to float64 as their terms allow.
+# Small products of float32, whose transposes have the same bits, and those of few rows: near to float64.
 SMALL = """
 import itertools, numpy as np, mlx.core as mx, faststep
 mx.set_default_device(mx.cpu)
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-laid = lambda a, turned: mx.array(a.T).T if turned else mx.array(a)
+laid = lambda a, turned: mx.array(np.ascontiguousarray(a.T)).T if turned else mx.array(a)
 bits = lambda a: np.array(a).tobytes()
 shapes = list(itertools.product((2, 6, 7, 8, 13, 16, 17), (2, 8, 9, 16, 17, 25, 64, 101), (1, 7, 8, 33, 600)))
-for m, n, k in [*shapes, (64, 128, 128), (3, 300, 1024)]:
+for m, n, k in [*shapes, (64, 128, 128), (3, 300, 1024), (16, 3000, 600), (33, 200, 1000), (64, 768, 768)]:
     a, b, c = normal(m, k), normal(k, n), normal(m, n)
     exact, limit = a.astype(float) @ b, np.abs(a).astype(float) @ np.abs(b) * (k + 1) * 2.0**-24
     for ways in itertools.product((False, True), repeat=2):
         x, y = laid(a, ways[0]), laid(b, ways[1])
         product = x @ y
         assert (np.abs(np.array(product) - exact) <= limit).all(), (m, n, k, ways)
-        assert bits((y.T @ x.T).T) == bits(product), (m, n, k, ways)
-        assert bits(mx.addmm(mx.array(c), x, y)) == (c + np.array(product)).tobytes(), (m, n, k, ways)
+        is_small = m * n * k <= 2**20
+        assert not is_small or bits((y.T @ x.T).T) == bits(product), (m, n, k, ways)
+        if is_small or ways[1]:
+            assert bits(mx.addmm(mx.array(c), x, y)) == (c + np.array(product)).tobytes(), (m, n, k, ways)
 """
 
 

@@ -32,6 +32,29 @@ PARTS: dict[str, Callable[[mx.array], list[mx.array]]] = {
 }
 
 
+FACTORS: dict[str, Callable[[mx.array], mx.array]] = {  # [6, 5, 5, 6]
+    "as it lies": lambda x: x.reshape(6, 5, 6, 6)[..., :5, :] + 1,
+    "of heads": lambda x: x.reshape(6, 6, 5, 6).swapaxes(1, 2)[:, :, :5],
+    "of a part": lambda x: x.reshape(6, 5, 6, 6)[..., 1:, :],
+    "turned": lambda x: x.reshape(6, 5, 6, 6)[..., 1:].swapaxes(-1, -2),
+    "of heads, turned": lambda x: x.reshape(6, 6, 5, 6).transpose(0, 2, 3, 1)[..., :5, :],
+    "backwards": lambda x: x.reshape(6, 5, 6, 6)[..., :0:-1, :],
+    "of equal rows": lambda x: mx.broadcast_to(x.reshape(6, 5, 6, 6)[..., :1, :], (6, 5, 5, 6)),
+    "of equal matrices": lambda x: mx.broadcast_to(x.reshape(6, 5, 6, 6)[:1, :1, :5], (6, 5, 5, 6)),
+}
+SHAPES: dict[str, Callable[[mx.array], mx.array]] = {
+    "heads that are joined": lambda x: x.swapaxes(1, 2).flatten(2, 3),
+    "heads that are joined, reshaped": lambda x: x.swapaxes(1, 2).reshape(4, 7, -1),
+    "all": lambda x: x.transpose(2, 0, 3, 1).reshape(-1),
+    "axes that lie as one": lambda x: x.transpose(2, 3, 0, 1).reshape(7, 8, 12),
+    "an axis that is divided": lambda x: x.swapaxes(0, 3).reshape(2, 4, 3, 7, 2, 2),
+    "of equal rows": lambda x: mx.broadcast_to(x[:, :1], x.shape).reshape(4, 21, 8),
+    "backwards": lambda x: x[..., ::-1].reshape(12, 56),
+    "axes of one": lambda x: x[:, :1].swapaxes(1, 3).reshape(4, 56, 1),
+    "a part": lambda x: x[:, :, 2:].reshape(12, 40),
+}
+
+
 class Weight(nn.Module):
     """A parameter."""
 
@@ -70,3 +93,19 @@ def test_each_bit_of_a_sum_with_a_product_is_mlx_s(added: str, turned: bool) -> 
 def test_each_bit_of_a_concatenation_is_mlx_s(parts: str, axis: int, dtype: mx.Dtype) -> None:
     x = (10 * mx.random.normal((7, 7, 7), key=mx.random.key(0))).astype(dtype)
     compare(lambda x: mx.concatenate([part.astype(dtype) for part in PARTS[parts](x)], axis), x)
+
+
+@pytest.mark.parametrize("right", FACTORS)
+@pytest.mark.parametrize("left", FACTORS)
+def test_each_bit_of_products_of_many_matrices_is_mlx_s(left: str, right: str) -> None:
+    x = mx.random.normal((6, 180), key=mx.random.key(0))
+    compare(lambda x: FACTORS[left](x) @ (FACTORS[right](x) * 2).swapaxes(-1, -2), x)
+    compare(lambda x: FACTORS[left](x) @ FACTORS[right](x).swapaxes(-1, -2), x)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.bool_])
+def test_each_element_of_another_shape_is_mlx_s(shape: str, dtype: mx.Dtype) -> None:
+    x = (10 * mx.random.normal((4, 3, 7, 8), key=mx.random.key(0))).astype(dtype)
+    compare(lambda x: SHAPES[shape](x), x)
+    compare(lambda x: SHAPES[shape](x) + SHAPES[shape](x), x)

@@ -1,7 +1,8 @@
-// c + a b of a linear layer, whose c is a row for all or a slice of a sequence, and concatenations: MLX copies element by element what
-// does not lie in memory as the result does.
+// c + a b of a linear layer, whose c is a row for all or a slice of a sequence, products of many matrices, as those of attention's heads,
+// concatenations, and other shapes: MLX copies element by element what does not lie in memory as the result does.
 #include "cpu/copied.hpp"
 
+#include <cstdint>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "mlx/primitives.h"
 #include "cpu/copy.hpp"
 #include "cpu/factor.hpp"
+#include "cpu/matrices.hpp"
 #include "cpu/on_cpu.hpp"
 
 namespace faststep {
@@ -38,6 +40,98 @@ class AddedProduct : public OnCpu {
 
  private:
   Sgemm sgemm_;
+};
+
+class Products : public OnCpu {
+ public:
+  Products(mx::Stream stream, Sgemm sgemm) : OnCpu(stream), sgemm_(sgemm) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+    auto factors = std::make_shared<std::pair<Matrices, Matrices>>(matrices_of(inputs[0]), matrices_of(inputs[1]));
+    int m = out.shape(-2), n = out.shape(-1), k = inputs[0].shape(-1);
+    auto run = [=, to = out.data<float>(), sgemm = sgemm_] {
+      const auto& [a, b] = *factors;
+      for (size_t i = 0; i < a.starts.size(); ++i) {
+        auto* c = to + i * static_cast<size_t>(m) * n;
+        sgemm(by_rows, a.order(), b.order(), m, n, k, 1.0f, a.from(i, 0), a.ld, b.from(i, 0), b.ld, 0.0f, c, n);
+      }
+    };
+    mx::cpu::get_command_encoder(stream()).dispatch(std::move(run));
+  }
+
+  const char* name() const override {
+    return "Matmul";
+  }
+
+ private:
+  // As MLX gives them to BLAS, by rows, by columns, or copied; but rows need not lie one after the other.
+  Matrices matrices_of(const mx::array& x) {
+    bool lies_by_columns = x.strides(-2) == 1 && x.strides(-1) == x.shape(-2);
+    if (Matrices::lies_by_rows(x) || lies_by_columns) {
+      return Matrices(x);
+    }
+    mx::array copied(x.shape(), x.dtype(), nullptr, {});
+    copy_rows(x, copied, stream());
+    mx::cpu::get_command_encoder(stream()).add_temporary(copied);
+    return Matrices(copied);
+  }
+
+  Sgemm sgemm_;
+};
+
+// Whether what lies in memory so can be seen in another shape: axes that lie as one are divided anew.
+bool has_view(const mx::array& in, const mx::Shape& shape) {
+  std::vector<int64_t> sizes;
+  int64_t last = 0;
+  for (int axis = 0; axis < static_cast<int>(in.ndim()); ++axis) {
+    int64_t size = in.shape(axis), stride = in.strides(axis);
+    if (size == 1) {
+      continue;
+    }
+    if (!sizes.empty() && last == size * stride) {
+      sizes.back() *= size;
+    } else {
+      sizes.push_back(size);
+    }
+    last = stride;
+  }
+  int64_t seen = 1;
+  for (auto size = sizes.begin(); auto length : shape) {
+    seen *= length;
+    if (size != sizes.end() && seen == *size) {
+      ++size;
+      seen = 1;
+    } else if (size == sizes.end() ? seen > 1 : seen > *size) {
+      return false;
+    }
+  }
+  return true;
+}
+
+class Reshaped : public OnCpu {
+ public:
+  explicit Reshaped(std::shared_ptr<mx::Primitive> operation) : OnCpu(operation->stream()), operation_(std::move(operation)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    if (inputs[0].flags().row_contiguous || has_view(inputs[0], out.shape())) {
+      std::vector<mx::array> outputs{out};
+      return operation_->eval_cpu(inputs, outputs);
+    }
+    copy_rows(inputs[0], out, stream());
+  }
+
+  const char* name() const override {
+    return operation_->name();
+  }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& theirs = *static_cast<const Reshaped&>(other).operation_;
+    return std::string_view(name()) == theirs.name() && operation_->is_equivalent(theirs);
+  }
+
+ private:
+  std::shared_ptr<mx::Primitive> operation_;
 };
 
 class Concatenated : public OnCpu {
@@ -85,7 +179,14 @@ std::optional<mx::array> copied_by_rows(const mx::array& a, Sgemm sgemm) {
   if (sgemm != nullptr && adds_product(a)) {
     return mx::array(a.shape(), a.dtype(), std::make_shared<AddedProduct>(stream, sgemm), a.inputs());
   }
-  if (std::string_view(a.primitive().name()) == "Concatenate" && a.size() > 0) {
+  std::string_view name = a.primitive().name();
+  if (sgemm != nullptr && name == "Matmul" && a.dtype() == mx::float32 && a.ndim() > 2 && a.size() > 0 && a.inputs()[0].size() > 0) {
+    return mx::array(a.shape(), a.dtype(), std::make_shared<Products>(stream, sgemm), a.inputs());
+  }
+  if ((name == "Reshape" || name == "Flatten") && a.size() > 0) {
+    return mx::array(a.shape(), a.dtype(), std::make_shared<Reshaped>(a.primitive_ptr()), a.inputs());
+  }
+  if (name == "Concatenate" && a.size() > 0) {
     auto axis = static_cast<size_t>(static_cast<const mx::Concatenate&>(a.primitive()).state());
     return mx::array(a.shape(), a.dtype(), std::make_shared<Concatenated>(stream, axis), a.inputs());
   }

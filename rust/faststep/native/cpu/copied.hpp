@@ -8,8 +8,8 @@
 
 namespace faststep {
 
-// A lazy array of the same value, computed by copies of rows: for x + a b of float32 matrices, and for concatenations, on a CPU; none
-// for other operations. Without `sgemm` products are left to MLX.
+// A lazy array of the same value, computed by copies of rows, or without copies: for x + a b of float32 matrices, products of many of
+// them, other shapes and concatenations, on a CPU; none for other operations. Without `sgemm` products are left to MLX.
 std::optional<mlx::core::array> copied_by_rows(const mlx::core::array& a, Sgemm sgemm);
 
 } // namespace faststep

@@ -2,6 +2,7 @@
 // and columns in another order than the others. Here 6 x 16 numbers are summed up at a time, from the factors where they lie, each over
 // the terms in their order: a product and its transpose have the same bits.
 #include <algorithm>
+#include <array>
 #include <cstddef>
 
 #include "ffi.hpp"
@@ -20,7 +21,8 @@ constexpr size_t lanes = 8;
 constexpr size_t width = 2 * lanes; // columns that are summed up at once
 constexpr size_t most_rows = 6;
 constexpr size_t most_terms = 1024;
-constexpr size_t most_work = size_t{1} << 20; // multiplications; of larger ones, OpenBLAS makes better use of the caches
+constexpr size_t most_work = size_t{1} << 20; // multiplications; of larger ones, OpenBLAS makes better use of the caches,
+constexpr size_t most_few_rows = 64; // but where these are all that it copies the right side for
 
 using Square = __m256[lanes];
 
@@ -214,10 +216,14 @@ bool faststep_is_small_product(size_t m, size_t n, size_t k) noexcept {
 }
 
 bool faststep_small_product(const faststep::MatrixProduct* product) noexcept {
-  bool is_small = faststep_is_small_product(product->m, product->n, product->k);
-  if (is_small) {
-    bool has_few_rows = product->m <= faststep::small::width && product->m < product->n;
-    auto compute = has_few_rows && product->b_turned != 0 ? faststep::small::compute_turned : faststep::small::compute;
+  using namespace faststep::small;
+  auto [m, n, k] = std::array{product->m, product->n, product->k};
+  bool turns = product->b_turned != 0;
+  bool has_few_rows = turns && m > 1 && m <= most_few_rows && n >= width && k <= most_terms && has_instructions();
+  bool is_small = has_few_rows || faststep_is_small_product(m, n, k);
+  if (is_small && turns && m <= width && m < n) {
+    compute_turned(*product);
+  } else if (is_small) {
     compute(*product);
   }
   return is_small;

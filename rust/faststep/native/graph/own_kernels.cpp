@@ -1,5 +1,8 @@
-// Operations that have kernels of the package's own on a CPU (cpu/attention.cpp, cpu/softmax.cpp, cpu/convolution.cpp, cpu/copied.cpp).
+// Operations that have kernels of the package's own on a CPU (cpu/attention.cpp, cpu/softmax.cpp, cpu/row_sums.cpp, cpu/convolution.cpp,
+// cpu/copied.cpp).
 #include <algorithm>
+#include <initializer_list>
+#include <optional>
 #include <vector>
 
 #include "mlx/mlx.h"
@@ -18,30 +21,16 @@ namespace mx = mlx::core;
 
 namespace {
 
-class OwnKernels : public faststep::Rewrite {
+// What a pattern of operations finds: before any of them is replaced.
+class Attentions : public faststep::Rewrite {
  public:
-  OwnKernels(faststep::Convolve convolve, faststep::Sgemm sgemm, faststep::Share share)
-      : convolve_(convolve), sgemm_(sgemm), attention_(sgemm, share, [this](const mx::array& softmax) { return is_alone(softmax); }) {}
+  Attentions(faststep::Sgemm sgemm, faststep::Share share)
+      : attention_(sgemm, share, [this](const mx::array& softmax) { return is_alone(softmax); }) {}
 
  private:
   std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
     const auto& a = outputs[0];
-    if (!a.is_tracer()) {
-      return outputs; // uncompiled, others may hold it
-    }
-    auto made = attention_.rewritten(a);
-    if (!made) {
-      made = faststep::softmax_of(a);
-    }
-    if (!made) {
-      made = faststep::row_sums_of(a);
-    }
-    if (!made) {
-      made = faststep::convolution_of(a, convolve_);
-    }
-    if (!made) {
-      made = faststep::copied_by_rows(a, sgemm_);
-    }
+    auto made = a.is_tracer() ? attention_.rewritten(a) : std::nullopt; // uncompiled, others may hold it
     if (!made) {
       return outputs;
     }
@@ -83,9 +72,38 @@ class OwnKernels : public faststep::Rewrite {
     return use(softmax, [&](const mx::array& a) { return multiplies(a) || (is(a, "Multiply") && use(a, subtracts)); });
   }
 
+  faststep::CpuAttention attention_;
+};
+
+// Operations one by one.
+class OwnKernels : public faststep::Rewrite {
+ public:
+  OwnKernels(faststep::Convolve convolve, faststep::Sgemm sgemm) : convolve_(convolve), sgemm_(sgemm) {}
+
+ private:
+  std::vector<mx::array> operation(const std::vector<mx::array>& outputs) override {
+    const auto& a = outputs[0];
+    auto made = a.is_tracer() ? own(a) : std::nullopt;
+    if (!made) {
+      return outputs;
+    }
+    faststep::take_module(a, *made);
+    return {*made};
+  }
+
+  std::optional<mx::array> own(const mx::array& a) const {
+    auto made = faststep::softmax_of(a);
+    if (!made) {
+      made = faststep::row_sums_of(a);
+    }
+    if (!made) {
+      made = faststep::convolution_of(a, convolve_);
+    }
+    return made ? made : faststep::copied_by_rows(a, sgemm_);
+  }
+
   faststep::Convolve convolve_;
   faststep::Sgemm sgemm_;
-  faststep::CpuAttention attention_;
 };
 
 } // namespace
@@ -98,8 +116,15 @@ int faststep_own_kernels(
     faststep::Share share,
     void** rewritten) {
   return faststep::guarded([&] {
-    OwnKernels kernels(convolve, sgemm, share);
-    kernels.look(faststep::list(arrays, count));
-    kernels.run(arrays, count, rewritten);
+    auto roots = faststep::list(arrays, count);
+    Attentions attentions(sgemm, share);
+    attentions.look(roots);
+    OwnKernels kernels(convolve, sgemm);
+    for (auto* each : std::initializer_list<faststep::Rewrite*>{&attentions, &kernels}) {
+      for (auto& root : roots) {
+        root = each->run(root);
+      }
+    }
+    std::transform(roots.begin(), roots.end(), rewritten, faststep::owned);
   });
 }
