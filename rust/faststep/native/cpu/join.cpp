@@ -14,8 +14,8 @@
 #include "cpu/on_cpu.hpp"
 #include "cpu/pace.hpp"
 #include "cpu/replay/task.hpp"
-#include "graph/graph.hpp"
 #include "status.hpp"
+#include "told.hpp"
 
 namespace mx = mlx::core;
 using faststep::copy_all;

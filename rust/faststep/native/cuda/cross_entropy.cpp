@@ -7,7 +7,7 @@
 
 #include "mlx/fast.h"
 #include "mlx/mlx.h"
-#include "graph/graph.hpp"
+#include "told.hpp"
 
 namespace faststep {
 

@@ -9,9 +9,9 @@
 #include "mlx/backend/cuda/cuda.h"
 #include "mlx/fast.h"
 #include "mlx/mlx.h"
-#include "graph/graph.hpp"
 #include "graph/transposed.hpp"
 #include "status.hpp"
+#include "told.hpp"
 
 namespace mx = mlx::core;
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <string_view>
 #include <typeinfo>
 #include <unordered_map>
@@ -16,6 +15,7 @@
 #include "mlx/primitives.h"
 #include "fast_primitives.hpp"
 #include "status.hpp"
+#include "told.hpp"
 
 namespace faststep {
 
@@ -30,27 +30,6 @@ bool passes_on(const mx::Primitive& primitive) {
   std::string_view name(primitive.name());
   return name == "CustomTransforms" || name == "Depends";
 }
-
-// Facts about primitives, each kept as long as its primitive.
-template <typename T>
-class Told {
- public:
-  void add(const mx::array& array, T what) {
-    std::erase_if(all_, [](const auto& item) { return item.second.first.expired(); });
-    all_.insert_or_assign(&array.primitive(), std::pair{std::weak_ptr(array.primitive_ptr()), std::move(what)});
-  }
-
-  const T* find(const mx::Primitive& primitive) const {
-    auto found = all_.find(&primitive);
-    return found != all_.end() && !found->second.first.expired() ? &found->second.second : nullptr;
-  }
-
- private:
-  std::unordered_map<const mx::Primitive*, std::pair<std::weak_ptr<mx::Primitive>, T>> all_;
-};
-
-thread_local Told<bool> determined;
-thread_local Told<std::vector<Place>> within;
 
 // Of primitives of one class, which is known by its name: not all have type information outside of MLX.
 template <typename T>
@@ -84,21 +63,7 @@ bool same_primitive(const mx::Primitive& a, const mx::Primitive& b) {
   if (typeid(a) != typeid(b)) {
     return false;
   }
-  return a.is_equivalent(b) || same_without_mlx(a, b) || passes_on(a) || (determined.find(a) && determined.find(b));
-}
-
-void is_determined_by_inputs(const mx::array& array) {
-  determined.add(array, true);
-}
-
-void may_lie_within(const mx::array& array, std::vector<Place> inputs) {
-  within.add(array, std::move(inputs));
-}
-
-const std::vector<Place>& may_lie_within(const mx::Primitive& primitive) {
-  static const std::vector<Place> none;
-  const auto* found = within.find(primitive);
-  return found ? *found : none;
+  return a.is_equivalent(b) || same_without_mlx(a, b) || passes_on(a) || (is_determined_by_inputs(a) && is_determined_by_inputs(b));
 }
 
 namespace {

@@ -10,7 +10,7 @@
 
 #include "cpu/float_mode.hpp"
 #include "exchanges.hpp"
-#include "graph/graph.hpp"
+#include "told.hpp"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 #include "mlx/scheduler.h"

@@ -4,7 +4,7 @@
 
 #include "cuda/replay/driver.hpp"
 #include "cuda/replay/recorder.hpp"
-#include "graph/graph.hpp"
+#include "told.hpp"
 
 namespace faststep::replay {
 

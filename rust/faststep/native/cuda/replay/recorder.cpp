@@ -9,7 +9,6 @@
 #include <string>
 #include <string_view>
 
-#include "graph/graph.hpp"
 #include "lazy.hpp"
 #include "walk.hpp"
 

@@ -9,11 +9,11 @@
 #include <sstream>
 #include <unordered_map>
 
-#include "graph/graph.hpp"
 #include "graph/rewrite.hpp"
 #include "lazy.hpp"
 #include "mlx/backend/cuda/cuda.h"
 #include "status.hpp"
+#include "told.hpp"
 
 namespace faststep::rules {
 
