@@ -21,8 +21,8 @@ constexpr size_t lanes = 8;
 constexpr size_t width = 2 * lanes; // columns that are summed up at once
 constexpr size_t most_rows = 6;
 constexpr size_t most_terms = 1024;
-constexpr size_t most_work = size_t{1} << 20; // multiplications; of larger ones, OpenBLAS makes better use of the caches,
-constexpr size_t most_few_rows = 64; // but where these are all that it copies the right side for
+constexpr size_t most_work = size_t{1} << 20; // multiplications; of larger ones, OpenBLAS makes better use of the caches
+constexpr size_t most_few_rows = 64; // for which OpenBLAS would turn all of a right side, however large
 
 using Square = __m256[lanes];
 

@@ -314,17 +314,17 @@ void Capture::plan(
       sizes[i] = room(buffers[i]);
     }
   }
-  auto most = records.threads_ > 1 ? factor : 1;
-  auto plan = replay::plan(operations(allocations), sizes, {}, most);
-  if (auto parts = within(allocations, sizes); !parts.empty()) { // what they are parts of takes memory from the first of them on
-    auto other = replay::plan(operations(allocations), sizes, parts, most);
-    if (other.bytes <= plan.bytes) {
-      plan = std::move(other);
-      for (const auto& part : parts) {
-        places[part.buffer].is_part = true;
-      }
-    }
+  auto parts = within(allocations, sizes);
+  auto least = [&](const std::vector<replay::Within>& parts) {
+    return replay::plan(operations(allocations), sizes, parts, 1).bytes;
+  };
+  if (!parts.empty() && least(parts) > least({})) { // what they are parts of takes memory from the first of them on
+    parts.clear();
   }
+  for (const auto& part : parts) {
+    places[part.buffer].is_part = true;
+  }
+  auto plan = replay::plan(operations(allocations), sizes, parts, records.threads_ > 1 ? factor : 1);
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (sizes[i] > 0) {
       places[i].offset = fixed + plan.offsets[i];
