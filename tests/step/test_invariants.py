@@ -24,7 +24,8 @@ from faststep import Step, fast_step
 row = Row(MODEL, OPTIMIZER, 1.0)
 model, optimizer = row.new()
 batches = row.case.batches(8)
-step = Step(model, optimizer, row.case.loss_fn, max_grad_norm=1.0)
+# by itself it is captured when its kernels are compiled, which may be late
+step = Step(model, optimizer, row.case.loss_fn, max_grad_norm=1.0, replay=True)
 held = [model.state, optimizer.state] if HOLDS else None
 
 def resident():
