@@ -21,6 +21,7 @@ constexpr size_t lanes = 8;
 constexpr size_t width = 2 * lanes; // columns that are summed up at once
 constexpr size_t most_rows = 6;
 constexpr size_t most_terms = 1024;
+constexpr size_t far_apart = 128; // numbers between two rows, of which a cache holds few: rows that are read often are copied
 constexpr size_t most_work = size_t{1} << 20; // multiplications; of larger ones, OpenBLAS makes better use of the caches
 constexpr size_t most_few_rows = 64; // for which OpenBLAS would turn all of a right side, however large
 
@@ -168,6 +169,12 @@ void compute(const MatrixProduct& it) {
     Columns columns{it.b + column, it.ldb, it.k, std::min(width, it.n - column), it.adds != 0};
     if (it.b_turned != 0) {
       turn(it.b + column * it.ldb, it.ldb, columns.count, it.k, turned, width);
+      columns.b = turned;
+      columns.ld = width;
+    } else if (columns.count == width && it.ldb >= far_apart && it.m > width) {
+      for (size_t term = 0; term < it.k; ++term) {
+        std::copy_n(columns.b + term * it.ldb, width, turned + term * width);
+      }
       columns.b = turned;
       columns.ld = width;
     }
