@@ -38,6 +38,7 @@ SHAPES = {
     "not square": Shape(kernel=(2, 5), stride=(1, 3), padding=(0, 2), size=(6, 16)),
     "as large as the image": Shape(kernel=(9, 7), padding=(0, 0)),
     "many patches": Shape(size=(40, 33), images=4),
+    "few patches": Shape(kernel=(1, 1), padding=(0, 0), size=(4, 4), channels=(256, 512), images=1),
     "of ResNet-20": Shape(size=(32, 32), channels=(16, 16), images=32),
     "many channels": Shape(size=(8, 8), channels=(160, 48), images=8),
 }

@@ -96,3 +96,18 @@ def test_the_table_has_every_optimizer_of_mlx() -> None:
     assert known - has == {optim.Optimizer}
     native = {type(make()) for make in NATIVE.values()}
     assert known - native == {optim.Optimizer}
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(16, 64, 64), (100, 200, 300), (50, 256, 96)])
+def test_every_bit_of_a_layer_s_gradient_is_mlx_s(rows: int, inputs: int, outputs: int) -> None:
+    x = mx.random.normal((rows, inputs), key=mx.random.key(0))
+    model = nn.Linear(inputs, outputs)
+    before = mx.array(model.weight)
+
+    def loss(model: nn.Linear, x: mx.array) -> mx.array:
+        return mx.square(model(x)).mean()
+
+    _, gradients = nn.value_and_grad(model, loss)(model, x)
+    step = Step(model, optim.SGD(1.0), loss)
+    step(x)
+    assert mx.array_equal(model.weight, before - gradients["weight"])

@@ -247,8 +247,9 @@ int faststep_own_kernels(
     void** rewritten);
 // Compute a product of few rows; false, and nothing is done, where this processor has no instructions for it.
 bool faststep_few_rows(const faststep::MatrixProduct* product) noexcept;
-// Whether a product of so many rows, columns and terms is a small one, and its transpose too, on a processor with a kernel for them.
-bool faststep_is_small_product(size_t m, size_t n, size_t k) noexcept;
+// Return true if `faststep_small_product` computes products of m rows, n columns and k terms on this processor. Unless `b_turned`, it
+// computes their transposes too.
+bool faststep_is_small_product(size_t m, size_t n, size_t k, size_t b_turned) noexcept;
 // Compute a small product; false, and nothing is done, where it is none.
 bool faststep_small_product(const faststep::MatrixProduct* product) noexcept;
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.

@@ -342,13 +342,7 @@ class AttentionKernel : public mx::Primitive {
 
  private:
   Matrices matrices_of(const mx::array& a) {
-    if (!attention_copies(a)) {
-      return Matrices(a);
-    }
-    mx::array copied(a.shape(), a.dtype(), nullptr, {});
-    copy_rows(a, copied, stream());
-    mx::cpu::get_command_encoder(stream()).add_temporary(copied);
-    return Matrices(copied);
+    return Matrices(attention_copies(a) ? temporary_rows(a, stream()) : a);
   }
 
   AttentionOptions options_;

@@ -68,19 +68,13 @@ class Products : public OnCpu {
   // As MLX gives them to BLAS, by rows, by columns, or copied; but rows need not lie one after the other.
   Matrices matrices_of(const mx::array& x) {
     bool lies_by_columns = x.strides(-2) == 1 && x.strides(-1) == x.shape(-2);
-    if (Matrices::lies_by_rows(x) || lies_by_columns) {
-      return Matrices(x);
-    }
-    mx::array copied(x.shape(), x.dtype(), nullptr, {});
-    copy_rows(x, copied, stream());
-    mx::cpu::get_command_encoder(stream()).add_temporary(copied);
-    return Matrices(copied);
+    return Matrices(Matrices::lies_by_rows(x) || lies_by_columns ? x : temporary_rows(x, stream()));
   }
 
   Sgemm sgemm_;
 };
 
-// Whether what lies in memory so can be seen in another shape: axes that lie as one are divided anew.
+// Return true if an array can be given another shape without a copy: adjacent axes are merged where memory allows it, then split.
 bool has_view(const mx::array& in, const mx::Shape& shape) {
   std::vector<int64_t> sizes;
   int64_t last = 0;

@@ -192,4 +192,11 @@ void copy_rows(const mx::array& in, mx::array& out, mx::Stream stream) {
       [part = part_of(in), to = out.data<char>(), itemsize = out.itemsize()] { copy_all({part}, to, itemsize); });
 }
 
+mx::array temporary_rows(const mx::array& in, mx::Stream stream) {
+  mx::array copied(in.shape(), in.dtype(), nullptr, {});
+  copy_rows(in, copied, stream);
+  mx::cpu::get_command_encoder(stream).add_temporary(copied);
+  return copied;
+}
+
 } // namespace faststep

@@ -28,6 +28,9 @@ void copy_all(const std::vector<Part>& parts, char* to, size_t itemsize);
 // Have the stream's worker copy an array, row after row, into new memory of another one.
 void copy_rows(const mx::array& in, mx::array& out, mx::Stream stream);
 
+// Have the stream's worker copy an array, row after row, into memory that is freed behind the tasks handed over next.
+mx::array temporary_rows(const mx::array& in, mx::Stream stream);
+
 // Rows of an array that begin at an axis.
 struct RowsFrom {
   size_t axis;

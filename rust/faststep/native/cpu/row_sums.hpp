@@ -9,10 +9,10 @@
 
 namespace faststep {
 
-// The same (lazily), where a is a sum along the last axes, of float32, on a CPU.
+// A lazy array of the same value, for a float32 sum along the last axes on a CPU; none for other operations.
 std::optional<mlx::core::array> row_sums_of(const mlx::core::array& a);
 
-// So many sums are added up beside each other: one alone waits for itself at each number.
+// Rows that are summed at the same time: each addition to one sum has to wait for the one before it.
 inline constexpr size_t sums_beside = 8;
 
 template <size_t rows, typename Of>

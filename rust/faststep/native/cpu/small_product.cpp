@@ -2,7 +2,6 @@
 // and columns in another order than the others. Here 6 x 16 numbers are summed up at a time, from the factors where they lie, each over
 // the terms in their order: a product and its transpose have the same bits.
 #include <algorithm>
-#include <array>
 #include <cstddef>
 
 #include "ffi.hpp"
@@ -217,28 +216,26 @@ bool has_instructions() {
 
 } // namespace faststep
 
-bool faststep_is_small_product(size_t m, size_t n, size_t k) noexcept {
+bool faststep_is_small_product(size_t m, size_t n, size_t k, size_t b_turned) noexcept {
   using namespace faststep::small;
-  return has_instructions() && std::min(m, n) > 1 && k <= most_terms && m * n * k <= most_work;
+  bool has_few_rows = b_turned != 0 && m <= most_few_rows && n >= width;
+  return has_instructions() && std::min(m, n) > 1 && k <= most_terms && (has_few_rows || m * n * k <= most_work);
 }
 
 bool faststep_small_product(const faststep::MatrixProduct* product) noexcept {
   using namespace faststep::small;
-  auto [m, n, k] = std::array{product->m, product->n, product->k};
-  bool turns = product->b_turned != 0;
-  bool has_few_rows = turns && m > 1 && m <= most_few_rows && n >= width && k <= most_terms && has_instructions();
-  bool is_small = has_few_rows || faststep_is_small_product(m, n, k);
-  if (is_small && turns && m <= width && m < n) {
-    compute_turned(*product);
-  } else if (is_small) {
-    compute(*product);
+  const auto& it = *product;
+  if (!faststep_is_small_product(it.m, it.n, it.k, it.b_turned)) {
+    return false;
   }
-  return is_small;
+  bool turns_rows = it.b_turned != 0 && it.m <= width && it.m < it.n;
+  (turns_rows ? compute_turned : compute)(it);
+  return true;
 }
 
 #else
 
-bool faststep_is_small_product(size_t, size_t, size_t) noexcept {
+bool faststep_is_small_product(size_t, size_t, size_t, size_t) noexcept {
   return false;
 }
 

@@ -135,10 +135,7 @@ class LogSumExp : public OnCpu {
     auto x = inputs[0];
     auto& encoder = mx::cpu::get_command_encoder(stream());
     if (!has_rows(x)) {
-      mx::array copied(x.shape(), x.dtype(), nullptr, {});
-      copy_rows(x, copied, stream());
-      encoder.add_temporary(copied);
-      x = copied;
+      x = temporary_rows(x, stream());
     }
     auto count = x.shape().back();
     if (x.flags().row_contiguous) {

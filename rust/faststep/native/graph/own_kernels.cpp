@@ -21,7 +21,7 @@ namespace mx = mlx::core;
 
 namespace {
 
-// What a pattern of operations finds: before any of them is replaced.
+// Replaces attention. Its patterns consist of MLX's operations: this pass comes before `OwnKernels`, which replaces some of them.
 class Attentions : public faststep::Rewrite {
  public:
   Attentions(faststep::Sgemm sgemm, faststep::Share share)
@@ -75,7 +75,7 @@ class Attentions : public faststep::Rewrite {
   faststep::CpuAttention attention_;
 };
 
-// Operations one by one.
+// Replaces single operations.
 class OwnKernels : public faststep::Rewrite {
  public:
   OwnKernels(faststep::Convolve convolve, faststep::Sgemm sgemm) : convolve_(convolve), sgemm_(sgemm) {}

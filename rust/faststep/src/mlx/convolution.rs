@@ -69,7 +69,7 @@ impl Convolution {
 
     fn forward(&self, sgemm: Sgemm) {
         let (length, outputs) = (self.length(), self.outputs);
-        let sgemm = sgemm.for_chunks_of([self.rows(), outputs, length]);
+        let sgemm = sgemm.for_chunks_of([self.rows(), outputs, length], true);
         blas::share(self.blocks(), &|at| {
             let range = self.range(at);
             self.with_patches(range.clone(), |patches| {
@@ -91,7 +91,7 @@ impl Convolution {
     fn gradient(&self, sgemm: Sgemm) {
         let (length, outputs) = (self.length(), self.outputs);
         let (size, parts) = (outputs * length, PARTS.min(self.blocks()));
-        let sgemm = sgemm.for_chunks_of([outputs, length, self.rows()]);
+        let sgemm = sgemm.for_chunks_of([outputs, length, self.rows()], false);
         let mut sums = vec![0.0_f32; size * parts];
         let places = Places(sums.as_mut_ptr());
         blas::share(parts, &|part| {

@@ -267,7 +267,7 @@ extern "C" {
         rewritten: *mut New,
     ) -> c_int;
     pub(crate) fn faststep_few_rows(product: *const MatrixProduct) -> bool;
-    pub(crate) fn faststep_is_small_product(m: usize, n: usize, k: usize) -> bool;
+    pub(crate) fn faststep_is_small_product(m: usize, n: usize, k: usize, b_turned: usize) -> bool;
     pub(crate) fn faststep_small_product(product: *const MatrixProduct) -> bool;
     pub(crate) fn faststep_sum_slices(arrays: Handles, count: usize, summed: *mut New) -> c_int;
     pub(crate) fn faststep_align(arrays: Handles, count: usize, aligned: *mut New) -> c_int;

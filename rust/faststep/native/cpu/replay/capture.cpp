@@ -254,7 +254,7 @@ bool Capture::may_be_written(size_t i, size_t evaluation) const {
   return std::all_of(inputs.begin(), inputs.end(), [memory](const Kernel::Input& in) { return in.memory != memory || in.by_element; });
 }
 
-// Whether results, or values of static arrays, are there.
+// Return true if a result of the step, or the next value of a static array, lies in that memory.
 bool Capture::is_given(const void* memory) const {
   auto is_there = [memory](const mx::array& array) { return memory_of(array) == memory; };
   return std::any_of(graph_.from.begin(), graph_.from.end(), is_there) ||

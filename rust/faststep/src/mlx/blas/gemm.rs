@@ -372,10 +372,10 @@ pub fn bound() -> Option<Sgemm> {
 }
 
 impl Sgemm {
-    /// For chunks of rows of a product of that shape, m x n by k terms: with the bits that libmlx gets for the whole of it.
-    pub fn for_chunks_of(self, [m, n, k]: [usize; 3]) -> Self {
+    /// For chunks of rows of a product, m x n by k terms: with the bits that libmlx gets for the whole of it.
+    pub fn for_chunks_of(self, [m, n, k]: [usize; 3], b_turned: bool) -> Self {
         // SAFETY: no conditions.
-        let is_small = unsafe { faststep_is_small_product(m, n, k) };
+        let is_small = unsafe { faststep_is_small_product(m, n, k, usize::from(b_turned)) };
         let own = if is_small { without_openblas } else { self.own };
         Self { own, ..self }
     }

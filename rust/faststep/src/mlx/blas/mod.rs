@@ -178,7 +178,7 @@ mod imp {
     pub enum Sgemm {}
 
     impl Sgemm {
-        pub fn for_chunks_of(self, _shape: [usize; 3]) -> Self {
+        pub fn for_chunks_of(self, _shape: [usize; 3], _b_turned: bool) -> Self {
             match self {}
         }
 
