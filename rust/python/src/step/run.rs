@@ -39,7 +39,7 @@ const NO_KERNEL: [(&str, &str); 4] = [
     ),
     (
         "Could not load C++ shared library",
-        "MLX cannot load its CPU kernels from where they are written: set TMPDIR to a file system that allows execution",
+        "MLX cannot load one of its CPU kernels from where it was written: that has to be a file system that allows execution",
     ),
     (
         "Failed to compile kernel",
@@ -541,6 +541,15 @@ pub(super) fn finished<T>(outcome: Result<T, Error>, raised: Option<PyErr>) -> R
     })
 }
 
+// the first line of an error's text, without what a compiler printed
+fn brief(text: &str) -> String {
+    const MOST: usize = 600; // letters: room for a path and what is wrong with it
+    text.trim()
+        .lines()
+        .next()
+        .map_or_else(String::new, |line| line.chars().take(MOST).collect())
+}
+
 // a step that MLX cannot compile, or a kernel that the compiler refuses (a full disk, say): nothing has changed yet
 fn from_device(error: &Error) -> Failure {
     match error {
@@ -548,7 +557,7 @@ fn from_device(error: &Error) -> Failure {
             Failure::NotCompiled(format!("MLX's compilation fails on it ({})", e.what()))
         }
         Error::FirstEvaluation(e) => match NO_KERNEL.iter().find(|it| e.what().contains(it.0)) {
-            Some((_, why)) => Failure::NotCompiled((*why).into()),
+            Some((_, why)) => Failure::NotCompiled(format!("{why} (MLX: {})", brief(e.what()))),
             None => Failure::Raised(to_python(error)),
         },
         _ => Failure::Raised(to_python(error)),
