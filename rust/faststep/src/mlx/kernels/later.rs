@@ -8,6 +8,7 @@ use std::{
     path::{Path, PathBuf},
     process,
     sync::{atomic::Ordering, LazyLock},
+    time::SystemTime,
 };
 
 use super::{
@@ -63,7 +64,15 @@ pub fn take(command: &Command) -> bool {
     let number = number_of(&text);
     AHEAD.take(number.into());
     let library = made(command, number);
-    seal::is_whole(&library) && fs::rename(library, command.library).is_ok()
+    seal::is_whole(&library)
+        && renew(&library).is_ok()
+        && fs::rename(library, command.library).is_ok()
+}
+
+// Under the passing name that it gets here, another process would delete an old file as abandoned.
+fn renew(library: &Path) -> io::Result<()> {
+    let file = fs::File::options().append(true).open(library)?;
+    file.set_modified(SystemTime::now())
 }
 
 fn number_of(text: &str) -> u64 {
