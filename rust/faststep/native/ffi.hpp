@@ -254,9 +254,10 @@ bool faststep_is_small_product(size_t m, size_t n, size_t k, size_t b_turned) no
 bool faststep_small_product(const faststep::MatrixProduct* product) noexcept;
 // Write the slices of gradients by one operation each, on a CPU: the replacement of each of these traced arrays.
 int faststep_sum_slices(const void* const* arrays, size_t count, void** summed);
-// A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. By `sgemm`, which
-// may be null, where MLX's own operations would give other bits. `joins`: a sum of many products may be one, with other bits.
-int faststep_straight(const void* gradient, faststep::Sgemm sgemm, int joins, void** straight);
+// A gradient that lies row after row, where it can be computed so; not applicable where it is as good as it is. `sgemm`: the function
+// of this package that MLX calls for products, or null. `alone`: by that function, and a copy, where MLX's own operations would give
+// other bits. `joins`: a sum of many products may be one, with other bits.
+int faststep_straight(const void* gradient, faststep::Sgemm sgemm, int alone, int joins, void** straight);
 // Let the kernels that compute these arrays take over their inputs; after an error too, the arrays can be evaluated.
 int faststep_fuse(const void* const* arrays, size_t count);
 // Put casts that fused kernels read into the kernels that compute these arrays.

@@ -48,9 +48,9 @@ bool turns_exactly() {
   return exact;
 }
 
-// (a b)^T as b^T a^T, which lies row after row, where that has the same bits, or else by `sgemm`. Nothing: another transpose. What
-// is none is left as it is.
-std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sgemm) {
+// (a b)^T as b^T a^T, which lies row after row, where that has the same bits, or else, if it is `alone`, by `sgemm` and a copy. Nothing:
+// another transpose. What is none is left as it is.
+std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sgemm, bool alone) {
   const auto* product = transposed(a);
   if (!product) {
     return a;
@@ -67,7 +67,7 @@ std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sg
     return mx::matmul(turned(factors[1]), turned(factors[0]));
   }
   bool empty = a.size() == 0 || factors[0].size() == 0;
-  return sgemm && !empty ? std::optional(faststep::turned_product(factors[0], factors[1], sgemm)) : std::nullopt;
+  return sgemm && alone && !empty ? std::optional(faststep::turned_product(factors[0], factors[1], sgemm)) : std::nullopt;
 }
 
 // From so many products on, each smaller than a sum of them, their sum is one product, in another order.
@@ -93,7 +93,7 @@ std::optional<mx::array> joined_product(const std::vector<mx::array>& terms) {
 }
 
 // The gradient of a matrix: a product, or of one that is used more than once a sum of them, one added after the other.
-mx::array straight(const mx::array& a, faststep::Sgemm sgemm, bool joins) {
+mx::array straight(const mx::array& a, faststep::Sgemm sgemm, bool alone, bool joins) {
   std::vector<mx::array> terms;
   auto first = a;
   for (; is_matrix(first, "Add"); first = mx::array(first.inputs()[0])) {
@@ -107,7 +107,7 @@ mx::array straight(const mx::array& a, faststep::Sgemm sgemm, bool joins) {
   }
   bool turns = false;
   for (auto& term : terms) {
-    auto made = straight_product(term, sgemm);
+    auto made = straight_product(term, sgemm, alone);
     if (!made || (terms.size() > 1 && is_matrix(term, "Add"))) {
       return a; // what would not lie as the others do, or is no row of terms
     }
@@ -139,10 +139,10 @@ mx::array straight_on_gpu(const mx::array& a) {
 
 } // namespace
 
-int faststep_straight(const void* gradient, faststep::Sgemm sgemm, int joins, void** out) {
+int faststep_straight(const void* gradient, faststep::Sgemm sgemm, int alone, int joins, void** out) {
   return faststep::guarded([&] {
     const auto& in = faststep::at(gradient);
-    auto made = mx::default_device() == mx::Device::cpu ? straight(in, sgemm, joins != 0) : straight_on_gpu(in);
+    auto made = mx::default_device() == mx::Device::cpu ? straight(in, sgemm, alone != 0, joins != 0) : straight_on_gpu(in);
     if (made.id() == in.id()) {
       return faststep::not_applicable;
     }

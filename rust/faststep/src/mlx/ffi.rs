@@ -275,6 +275,7 @@ extern "C" {
     pub(crate) fn faststep_straight(
         gradient: Handle,
         sgemm: Sgemm,
+        alone: c_int,
         joins: c_int,
         straight: *mut New,
     ) -> c_int;

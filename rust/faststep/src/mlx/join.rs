@@ -38,11 +38,11 @@ pub fn is_cuda() -> bool {
 /// # Errors
 /// When MLX refuses the product.
 pub(crate) fn straight(gradient: &Array, alone: bool) -> Result<Array> {
-    let sgemm = alone.then(blas::of_mlx).flatten();
-    let joins = c_int::from(kernels::wanted());
+    let (alone, joins) = (c_int::from(alone), c_int::from(kernels::wanted()));
     // SAFETY: a live array, and the function of that name or none.
-    let made =
-        made(|straight| unsafe { faststep_straight(handle(gradient), sgemm, joins, straight) })?;
+    let made = made(|straight| unsafe {
+        faststep_straight(handle(gradient), blas::of_mlx(), alone, joins, straight)
+    })?;
     Ok(made.unwrap_or_else(|| gradient.clone()))
 }
 
