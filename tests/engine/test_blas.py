@@ -175,6 +175,24 @@ def test_small_products_have_the_bits_of_their_transposes(child: Child) -> None:
     child(SMALL, FASTSTEP_BLAS="1")
 
 
+# Weights after the steps of a captured MLP, of some of whose products half is given to a thread that waits.
+HALVES = """
+import sys, numpy as np, mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, faststep
+mx.random.seed(0)
+model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+step = faststep.Step(model, optim.Adam(1e-3), lambda model, x: mx.square(model(x) - 1).mean(), replay=True)
+x = mx.random.normal((64, 128))
+for _ in range(300):
+    step(x)
+sys.stdout.write(np.concatenate([np.array(each.weight) for each in model.layers]).tobytes().hex())
+"""
+
+
+def test_halves_of_small_products_have_the_bits_of_the_whole(child: Child) -> None:
+    one, several = (child(HALVES, OPENBLAS_NUM_THREADS=threads, OMP_NUM_THREADS="").stdout for threads in ("1", ""))
+    assert one == several
+
+
 @pytest.mark.parametrize("variable", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
 def test_threads_follow_the_environment(child: Child, variable: str) -> None:
     code = f"""

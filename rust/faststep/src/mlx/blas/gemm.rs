@@ -1,5 +1,5 @@
 //! OpenBLAS's matrix products by one thread each, large ones in chunks by several, those of few rows ([`few_rows`]) and, without
-//! AVX-512, small ones (`native/cpu/small_product.cpp`) without it.
+//! AVX-512, small ones (`native/cpu/small_product.cpp`) without it, half of them by a thread that waits.
 //!
 //! OpenBLAS's own threads wait for each other in loops that keep the processor: on a machine that is busy with anything
 //! else, a product by two of them takes many times as long as by one. Here a large product is cut into chunks, each a
@@ -49,6 +49,9 @@ const LEAST_COLUMNS: usize = 256;
 const LEAST_WORK: usize = 1 << 21;
 /// The least of a product that is cut; below it, OpenBLAS has another kernel for AVX-512.
 const LEAST_PRODUCT: usize = 28 * 512 * 512;
+/// The least multiplications of a small product that is shared, about 10 microseconds, and the unit of its column cuts.
+const LEAST_SMALL: usize = 1 << 19;
+const SMALL_EDGE: usize = 16;
 /// The most threads that share a product.
 const MOST_THREADS: usize = 16;
 
@@ -209,19 +212,43 @@ impl<E: 'static, S: Copy + 'static> Product<E, S> {
     }
 }
 
-#[allow(clippy::float_cmp)] // these numbers themselves
 fn without_openblas(product: &Product<f32, f32>) -> bool {
+    let Some(own) = matrices_of(product) else {
+        return false;
+    };
+    if let Some(helpers) = sharers_of(&own) {
+        let half = (own.n / 2).next_multiple_of(SMALL_EDGE);
+        let halves = [0..half, half..own.n];
+        helpers.share(halves.len(), &|at| product.chunk(true, halves[at].clone()));
+        return true;
+    }
+    // SAFETY: the matrices are those that the caller of the product has given.
+    unsafe { faststep_small_product(&raw const own) || few_rows::multiply(&own, product.function) }
+}
+
+/// Threads that have nothing else to do than half of a small product, of whose columns each has the same bits by itself.
+fn sharers_of(own: &MatrixProduct) -> Option<&'static Helpers> {
+    let MatrixProduct { m, n, k, .. } = *own;
+    let is_worth_it = m * n * k >= LEAST_SMALL && n >= 2 * SMALL_EDGE;
+    // SAFETY: no conditions.
+    let fits = is_worth_it && unsafe { faststep_is_small_product(m, n, k, own.b_turned) };
+    let (helpers, _) = fits.then(team)??;
+    helpers.are_waiting().then_some(helpers)
+}
+
+#[allow(clippy::float_cmp)] // these numbers themselves
+fn matrices_of(product: &Product<f32, f32>) -> Option<MatrixProduct> {
     let is_known = product.order == BY_ROWS
         && product.alpha == 1.0
         && (product.beta == 0.0 || product.beta == 1.0);
     if !is_known {
-        return false;
+        return None;
     }
     let [m, n, k] = product.shape.map(size_of_blas);
     let [a_turned, b_turned] = product
         .transposed
         .map(|way| usize::from(TRANSPOSED.contains(&way)));
-    let own = MatrixProduct {
+    Some(MatrixProduct {
         m,
         n,
         k,
@@ -234,9 +261,7 @@ fn without_openblas(product: &Product<f32, f32>) -> bool {
         c: product.c,
         ldc: size_of_blas(product.ldc),
         adds: usize::from(product.beta == 1.0),
-    };
-    // SAFETY: the matrices are those that the caller of the product has given.
-    unsafe { faststep_small_product(&raw const own) || few_rows::multiply(&own, product.function) }
+    })
 }
 
 fn size_of_blas(size: c_int) -> usize {

@@ -32,9 +32,10 @@ pub type Chunk<'a> = dyn Fn(usize) + Sync + 'a;
 pub struct Helpers {
     process: u32,
     begin: Instant,
-    rests: AtomicU64,    // until then, in nanoseconds after `begin`
-    offers: AtomicUsize, // made so far
-    idle: AtomicUsize,   // helpers that look for work, or sleep
+    rests: AtomicU64,     // until then, in nanoseconds after `begin`
+    offers: AtomicUsize,  // made so far
+    idle: AtomicUsize,    // helpers that look for work, or sleep
+    waiting: AtomicUsize, // threads in a long job that look for work
     queue: Mutex<Queue>,
     wake: Condvar,
 }
@@ -104,6 +105,7 @@ impl Helpers {
             rests: AtomicU64::new(0),
             offers: AtomicUsize::new(0),
             idle: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
             queue: Mutex::default(),
             wake: Condvar::new(),
         }))
@@ -129,6 +131,11 @@ impl Helpers {
     /// Return whether work is shared by now, and there is somebody to share it with.
     pub fn are_rested(&self) -> bool {
         self.idle.load(Ordering::Relaxed) > 0 && self.has_rested()
+    }
+
+    /// Return whether work is shared by now with a thread that waits for it awake.
+    pub fn are_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > 0 && self.has_rested()
     }
 
     fn has_rested(&self) -> bool {
@@ -171,7 +178,7 @@ impl Helpers {
 
     /// Help with chunks until `is_over`, which has to be quick.
     pub fn help_until(&self, is_over: &dyn Fn() -> bool) {
-        self.idle.fetch_add(1, Ordering::Relaxed);
+        self.begin_to_wait();
         let mut seen = self.offers.load(Ordering::Relaxed).wrapping_sub(1); // of jobs before this there may be chunks left
         let mut begin = Instant::now();
         while !is_over() {
@@ -180,9 +187,9 @@ impl Helpers {
                 seen = offers;
                 let job = self.queue().first(|job| !job.is_long);
                 if let Some(job) = job {
-                    self.idle.fetch_sub(1, Ordering::Relaxed);
+                    self.end_to_wait();
                     job.work();
-                    self.idle.fetch_add(1, Ordering::Relaxed);
+                    self.begin_to_wait();
                     begin = Instant::now();
                 }
             } else if begin.elapsed() < LOOK {
@@ -191,7 +198,17 @@ impl Helpers {
                 thread::yield_now(); // to whoever else wants this processor
             }
         }
+        self.end_to_wait();
+    }
+
+    fn begin_to_wait(&self) {
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn end_to_wait(&self) {
         self.idle.fetch_sub(1, Ordering::Relaxed);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
     fn offer(&self, job: &Arc<Job>) {

@@ -12,7 +12,7 @@ use super::{
 pub fn compile(command: &Command) -> io::Result<()> {
     let ours = || {
         let text = fs::read_to_string(command.source)?;
-        fs::write(command.source, source::independent(&text))?;
+        fs::write(command.source, source::rewritten(&text))?;
         if let Some(header) = Header::of(command, &text, run) {
             let done = run(&command.with_flags(&format!("{FLAGS} {}", header.flags())));
             if done.is_ok() {

@@ -24,7 +24,7 @@ fn found() -> Option<&'static Compiler> {
             "LC_ALL=C g++ -std=c++17 -O3 {flags} -E -v -x c++ /dev/null 2>&1"
         ));
         let mut hasher = DefaultHasher::new(); // with a later Rust another number: kernels are then compiled anew
-        (told.ok()?, flags, source::INDEPENDENT, seal::MARK).hash(&mut hasher);
+        (told.ok()?, flags, source::ADDED, seal::MARK).hash(&mut hasher);
         let (flags, identity) = (!flags.is_empty(), hasher.finish());
         Some(Compiler { flags, identity })
     };

@@ -3,8 +3,7 @@
 //! MLX writes each kernel that `compile` fuses as C++, and has `g++ -O3` make a library of it when it is first needed:
 //! on x86-64 with the vectors of 2003, function calls for `exp` and for each fused multiply-add, and loops that stay
 //! scalar where a kernel takes a square root, has more than a few arrays, as every optimizer's has, or writes over one
-//! of its inputs. [`bind`] adds [`FLAGS`], and says in the source of loops over strides that an iteration does not
-//! depend on the one before.
+//! of its inputs, or converts a bool. [`bind`] adds [`FLAGS`], and changes the source (`source.rs`).
 //!
 //! # Guarantee
 //! The same bits as before, and as the uncompiled operations: no flag lets the compiler reorder, contract or approximate
