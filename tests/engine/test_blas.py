@@ -168,11 +168,35 @@ for m, n, k in [*shapes, (64, 128, 128), (3, 300, 1024), (16, 3000, 600), (33, 2
 """
 
 
-@pytest.mark.skipif(
+NEEDS_SMALL = pytest.mark.skipif(
     "avx512f" in FLAGS or not {"avx2", "fma"} <= FLAGS, reason="OpenBLAS computes them on this processor"
 )
+
+
+@NEEDS_SMALL
 def test_small_products_have_the_bits_of_their_transposes(child: Child) -> None:
     child(SMALL, FASTSTEP_BLAS="1")
+
+
+# The products of a step with two layers of one shape, whose gradients go into one buffer.
+BRANCHES = """
+import mlx.core as mx, mlx.nn as nn, mlx.optimizers as optim, faststep
+model = nn.Module()
+model.one, model.other = (nn.Linear(64, 96) for _ in range(2))
+loss_fn = lambda model, x: mx.square(mx.tanh(model.one(x)) * mx.tanh(model.other(x))).mean()
+step = faststep.Step(model, optim.Adam(1e-3), loss_fn)
+x = mx.random.normal((16, 64))
+step(x)
+with faststep.profile(step) as found:
+    step(x)
+found.measure(x)
+print([each.output for each in found.operations if each.name == "Matmul"])
+"""
+
+
+@NEEDS_SMALL
+def test_no_gradient_of_small_layers_is_computed_as_its_transpose(child: Child) -> None:
+    assert child(BRANCHES, FASTSTEP_BLAS="1").stdout == "['float32 (96,64)', 'float32 (96,64)']\n"
 
 
 # Weights after the steps of a captured MLP, of some of whose products half is given to a thread that waits.

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -24,28 +25,33 @@ mx::array turned(const mx::array& a) {
   return in ? *in : mx::transpose(a);
 }
 
-// Whether (a b)^T and b^T a^T have the same bits here: each element is the same sum, but the kernels of OpenBLAS for some
-// processors (Haswell, Zen) add up rows and columns in another order. Small and large products have different kernels.
-bool turns_exactly() {
-  static const bool exact = [] {
-    for (auto [m, n, k] : {std::array{70, 30, 50}, std::array{64, 96, 40}, std::array{10, 64, 8}, std::array{130, 170, 50}}) {
-      std::vector<float> values(static_cast<size_t>(k) * (m + n));
-      uint32_t state = 1;
-      for (auto& value : values) {
-        state = state * 1664525u + 1013904223u;
-        value = static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
-      }
-      mx::array a(values.begin(), {k, m});
-      mx::array b(values.begin() + static_cast<ptrdiff_t>(k) * m, {k, n});
-      auto product = mx::transpose(mx::matmul(mx::transpose(a), b));
-      auto same = mx::array_equal(product, mx::matmul(mx::transpose(b), a));
-      if (!same.item<bool>()) {
-        return false;
-      }
+using Sizes = std::array<int, 3>; // m, n, k
+
+// Whether (a b)^T and b^T a^T have the same bits here, for products of these sizes.
+bool turns_exactly(std::initializer_list<Sizes> sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [](const Sizes& each) {
+    auto [m, n, k] = each;
+    std::vector<float> values(static_cast<size_t>(k) * (m + n));
+    uint32_t state = 1;
+    for (auto& value : values) {
+      state = state * 1664525u + 1013904223u;
+      value = static_cast<float>(state >> 8) / (1 << 23) - 1.0f;
     }
-    return true;
-  }();
-  return exact;
+    mx::array a(values.begin(), {k, m});
+    mx::array b(values.begin() + static_cast<ptrdiff_t>(k) * m, {k, n});
+    auto product = mx::transpose(mx::matmul(mx::transpose(a), b));
+    return mx::array_equal(product, mx::matmul(mx::transpose(b), a)).item<bool>();
+  });
+}
+
+// The same for products with so many multiplications: each element is the same sum, but the kernels of OpenBLAS for some processors
+// (Haswell, Zen) add up rows and columns in another order, and for some there are others for small products.
+bool turns_exactly(size_t work) {
+  constexpr size_t most_small = 100 * 100 * 100; // of OpenBLAS's sgemm_small_kernel_permit
+  static const bool exact = turns_exactly({{130, 170, 50}, {300, 70, 80}});
+  static const bool has_own = faststep_is_small_product(70, 30, 50, 0); // which then would be tried in place of OpenBLAS's
+  static const bool small = has_own ? exact : turns_exactly({{70, 30, 50}, {64, 96, 40}, {10, 64, 8}});
+  return work <= most_small ? small : exact;
 }
 
 // (a b)^T as b^T a^T, which lies row after row, where that has the same bits, or else, if it is `alone`, by `sgemm` and a copy. Nothing:
@@ -62,8 +68,9 @@ std::optional<mx::array> straight_product(const mx::array& a, faststep::Sgemm sg
   if (factors[0].ndim() != 2 || factors[1].ndim() != 2) {
     return std::nullopt;
   }
-  bool is_small = sgemm && faststep_is_small_product(a.shape(0), a.shape(1), factors[0].shape(1), 0);
-  if (a.dtype() != mx::float32 || is_small || turns_exactly()) {
+  size_t m = a.shape(0), n = a.shape(1), k = factors[0].shape(1);
+  bool is_own = sgemm && faststep_is_small_product(m, n, k, 0);
+  if (a.dtype() != mx::float32 || is_own || turns_exactly(m * n * k)) {
     return mx::matmul(turned(factors[1]), turned(factors[0]));
   }
   bool empty = a.size() == 0 || factors[0].size() == 0;
