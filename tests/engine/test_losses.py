@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from faststep import Step
 from faststep.losses import linear_cross_entropy
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.helpers import Row, assert_close, plain_step, snapshot, to_numpy
 
@@ -125,7 +125,6 @@ def test_values_and_gradients(chunk_size: int | None, without: tuple[str, ...], 
 
 
 @settings(max_examples=40, deadline=None)
-@example(lead=[3, 5, 6], vocabulary=1, size=2, chunk_size=None, share=0.0, reduction="sum", seed=1)
 @given(
     lead=st.lists(st.integers(1, 6), max_size=3),
     vocabulary=st.integers(1, 40),
@@ -142,9 +141,7 @@ def test_any_shape(
     one = mx.array(1.0)
     got = results(linear_cross_entropy, on_device(drawn), one, reduction=reduction, chunk_size=chunk_size)
     wanted = exact(drawn, reduction, np.ones(()))
-    # of one class the exact gradient is 0, and ours a sum of the roundings of all tokens, each on its own
-    floor = float(np.sqrt(np.prod(lead))) if reduction == "sum" else 1.0
-    assert_near(got, wanted, 2e-6, floor=floor)
+    assert_near(got, wanted, 2e-6, floor=1)
     assert {name: a.shape for name, a in got.items()} == {name: np.shape(a) for name, a in wanted.items()}
 
 

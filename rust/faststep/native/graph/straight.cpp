@@ -25,9 +25,9 @@ mx::array turned(const mx::array& a) {
   return in ? *in : mx::transpose(a);
 }
 
-using Sizes = std::array<int, 3>; // m, n, k
+using Sizes = std::array<int, 3>; // of a product: rows, columns, terms
 
-// Whether (a b)^T and b^T a^T have the same bits here, for products of these sizes.
+// Return true if (a b)^T and b^T a^T have the same bits on this machine, for random matrices of each of these sizes.
 bool turns_exactly(std::initializer_list<Sizes> sizes) {
   return std::all_of(sizes.begin(), sizes.end(), [](const Sizes& each) {
     auto [m, n, k] = each;
@@ -44,8 +44,8 @@ bool turns_exactly(std::initializer_list<Sizes> sizes) {
   });
 }
 
-// The same for products with so many multiplications: each element is the same sum, but the kernels of OpenBLAS for some processors
-// (Haswell, Zen) add up rows and columns in another order, and for some there are others for small products.
+// Return true if that holds for all products with that many multiplications. Each element is the same sum, but some of OpenBLAS's kernels
+// (for Haswell, Zen) add up rows and columns in different orders. With AVX-512, small products have kernels of their own.
 bool turns_exactly(size_t work) {
   constexpr size_t most_small = 100 * 100 * 100; // of OpenBLAS's sgemm_small_kernel_permit
   static const bool exact = turns_exactly({{130, 170, 50}, {300, 70, 80}});

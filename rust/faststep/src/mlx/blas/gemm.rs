@@ -226,7 +226,8 @@ fn without_openblas(product: &Product<f32, f32>) -> bool {
     unsafe { faststep_small_product(&raw const own) || few_rows::multiply(&own, product.function) }
 }
 
-/// Threads that have nothing else to do than half of a small product, of whose columns each has the same bits by itself.
+/// The helpers, where a thread of theirs can take half the columns of a small product: one that waits for work. Each column has
+/// the same bits by itself.
 fn sharers_of(own: &MatrixProduct) -> Option<&'static Helpers> {
     let MatrixProduct { m, n, k, .. } = *own;
     let is_worth_it = m * n * k >= LEAST_SMALL && n >= 2 * SMALL_EDGE;

@@ -178,7 +178,7 @@ impl Helpers {
 
     /// Help with chunks until `is_over`, which has to be quick.
     pub fn help_until(&self, is_over: &dyn Fn() -> bool) {
-        self.begin_to_wait();
+        self.start_waiting();
         let mut seen = self.offers.load(Ordering::Relaxed).wrapping_sub(1); // of jobs before this there may be chunks left
         let mut begin = Instant::now();
         while !is_over() {
@@ -187,9 +187,9 @@ impl Helpers {
                 seen = offers;
                 let job = self.queue().first(|job| !job.is_long);
                 if let Some(job) = job {
-                    self.end_to_wait();
+                    self.stop_waiting();
                     job.work();
-                    self.begin_to_wait();
+                    self.start_waiting();
                     begin = Instant::now();
                 }
             } else if begin.elapsed() < LOOK {
@@ -198,15 +198,15 @@ impl Helpers {
                 thread::yield_now(); // to whoever else wants this processor
             }
         }
-        self.end_to_wait();
+        self.stop_waiting();
     }
 
-    fn begin_to_wait(&self) {
+    fn start_waiting(&self) {
         self.idle.fetch_add(1, Ordering::Relaxed);
         self.waiting.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn end_to_wait(&self) {
+    fn stop_waiting(&self) {
         self.idle.fetch_sub(1, Ordering::Relaxed);
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
